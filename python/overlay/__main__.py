@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The overlay tool; run it as `python -m overlay COMMAND` in python/."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from . import delta, drift, pack, series, sign, tree
+from .errors import Refused
+from .plan import FORK, make_plan
+from .upstream import load_pin, pinned_wheel
+
+
+def check(args: argparse.Namespace) -> int:
+    plan = make_plan(FORK, pinned_wheel(load_pin(FORK)))
+    series.check(FORK, plan)
+    over = delta.over_caps(delta.measure(plan), load_pin(FORK))
+    if over:
+        raise Refused(*over)
+    print(f"every anchor found, no file shadowed: {delta.line(plan, load_pin(FORK))}")
+    return 0
+
+
+def build(args: argparse.Namespace) -> int:
+    started, pin = time.monotonic(), load_pin(FORK)
+    wheel = pinned_wheel(pin)
+    target = pack.build(FORK, pin, wheel, make_plan(FORK, wheel), args.out)
+    print(f"{target} ({target.stat().st_size / 1e6:.1f} MB, {time.monotonic() - started:.1f} s)")
+    return 0
+
+
+def place(args: argparse.Namespace) -> int:
+    pin = load_pin(FORK)
+    wheel = pinned_wheel(pin)
+    plan = make_plan(FORK, wheel, without=args.without)
+    tree.install(plan, pin, wheel, args.site, linked=args.command == "link")
+    print(f"{args.command}: {len(plan.own)} files of ours and {len(plan.edited)} edited modules in {args.site}")
+    return 0
+
+
+def show_delta(args: argparse.Namespace) -> int:
+    pin = load_pin(FORK)
+    plan = make_plan(FORK, pinned_wheel(pin))
+    print(delta.line(plan, pin) if args.line else delta.report(plan, pin))
+    over = delta.over_caps(delta.measure(plan), pin)
+    if over:
+        raise Refused(*over)
+    return 0
+
+
+def show_drift(args: argparse.Namespace) -> int:
+    report, clean = drift.report(FORK, load_pin(FORK), args.to)
+    print(report)
+    return 0 if clean else 1
+
+
+def sign_edits(args: argparse.Namespace) -> int:
+    changed = sign.sign(FORK, pinned_wheel(load_pin(FORK)))
+    print("\n".join(changed) or "every edit was signed already")
+    return 0
+
+
+def patches(args: argparse.Namespace) -> int:
+    written = series.write(FORK, load_pin(FORK), args.out)
+    print("\n".join(str(path) for path in written))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="overlay", description=__doc__)
+    commands = top.add_subparsers(dest="command", required=True)
+
+    def command(name: str, run, help: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help)
+        sub.set_defaults(run=run)
+        return sub
+
+    command("check", check, "resolve every edit against the pinned wheel and check the caps; write nothing")
+    sub = command("build", build, "write the fork's wheel")
+    sub.add_argument("--out", type=Path, default=Path("dist"), help="directory for the wheel (default: dist)")
+    for name, how in (("link", "symlink our files"), ("lay", "copy our files")):
+        sub = command(name, place, f"{how} into an installed tree of the pinned version and write the edited modules")
+        sub.add_argument("site", type=Path, help="site-packages directory")
+        sub.add_argument("--without", action="append", default=[], metavar="EDIT", help="leave this edit out")
+    sub = command("drift", show_drift, "report what another upstream version would change for us; exit 1 if anything")
+    sub.add_argument("--to", required=True, metavar="VERSION")
+    sub = command("delta", show_delta, "print the size of the fork and the edits we would like to lose")
+    sub.add_argument("--line", action="store_true", help="only the line that the README shows")
+    command("sign", sign_edits, "write the hash of each edited symbol at the pin; do it after reviewing the symbol")
+    sub = command("pr", patches, "write the fork as patches for `git am` on the pinned upstream tree")
+    sub.add_argument("--out", type=Path, default=Path("patches"), help="directory for the patches (default: patches)")
+    return top
+
+
+def main() -> int:
+    args = parser().parse_args()
+    try:
+        return args.run(args)
+    except Refused as refusal:
+        print("overlay: refused, nothing was written:", *refusal.reasons, sep="\n  ", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
