@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The torch op namespace: schemas, CPU and fake kernels are registered here, CUDA kernels by the compiled library."""
 
-import json
+import ctypes
 from pathlib import Path
 from typing import Callable
 
@@ -9,7 +9,7 @@ import torch
 
 NAMESPACE = "sgl_kernel_sm120"
 LIBRARY_PATH = Path(__file__).with_name("libsgl_kernel_sm120.so")
-BUILD_PATH = Path(__file__).with_name("build.json")
+NO_LIBRARY = "this installation has the CPU ops only; reinstall sgl-kernel-sm120 without SGL_KERNEL_SM120_CUDA=0"
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _names: list[str] = []
@@ -59,24 +59,30 @@ def cuda_available_ops() -> tuple[str, ...]:
 def require_kernel(name: str, tensor: torch.Tensor) -> None:
     """Raise NotImplementedError when `tensor` lives on a CUDA device and the op has no kernel for it."""
     if tensor.is_cuda and not has_cuda_kernel(name):
-        reason = (
-            "this installation has the CPU ops only; reinstall sgl-kernel-sm120 without SGL_KERNEL_SM120_CUDA=0"
-            if not LIBRARY_PATH.exists()
-            else "it has no CUDA kernel yet; move its inputs to the CPU"
-        )
+        no_kernel = "it has no CUDA kernel; move its inputs to the CPU"
+        reason = no_kernel if LIBRARY_PATH.exists() else NO_LIBRARY
         raise NotImplementedError(f"{NAMESPACE}::{name}: expected CPU tensors, got {tensor.device}: {reason}")
 
 
+def host_function(name: str, result, *arguments):
+    """Function `sgl_kernel_sm120_<name>` of the compiled library, plain C without torch; None without the library."""
+    if not LIBRARY_PATH.exists():
+        return None
+    function = getattr(ctypes.CDLL(str(LIBRARY_PATH)), f"{NAMESPACE}_{name}")
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
 def build_info() -> dict:
-    """How this installation was built, for a doctor: version, library, architectures, toolchain, ops with a CUDA kernel."""
+    """How this installation was built, for a doctor: version, library, architectures, compiler, ops with a CUDA kernel."""
     from ._version import __version__
 
-    built = json.loads(BUILD_PATH.read_text()) if LIBRARY_PATH.exists() and BUILD_PATH.exists() else {}
+    archs, nvcc = (host_function(name, ctypes.c_char_p) for name in ("archs", "nvcc_version"))
     return {
         "version": __version__,
         "library": str(LIBRARY_PATH) if LIBRARY_PATH.exists() else None,
-        "archs": built.get("archs", []),
-        "nvcc": built.get("nvcc"),
+        "archs": archs().decode().split() if archs else [],
+        "nvcc": nvcc().decode() if nvcc else None,
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "ops": list(op_names()),

@@ -31,7 +31,6 @@ _PLAN_OP = "mla_tree_verify_plan"
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _BYTE_DTYPES = (torch.bool, torch.uint8)
 _FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_NO_LIBRARY = "this installation has the CPU ops only; reinstall sgl-kernel-sm120 without SGL_KERNEL_SM120_CUDA=0"
 
 
 def mla_tree_verify(
@@ -113,11 +112,10 @@ def mla_tree_verify_plan(kv_indptr, num_indices, *, s_q, h_q, has_draft_slots=Fa
 
 @functools.cache
 def _host_function(name):
-    """A planning function of the compiled library, int64 f(int32 b, s_q, h_q, num_sms); see csrc/host.cpp."""
-    if not _library.LIBRARY_PATH.exists():
-        raise NotImplementedError(f"{_library.NAMESPACE}::{_OP} on a CUDA device: {_NO_LIBRARY}")
-    function = getattr(ctypes.CDLL(str(_library.LIBRARY_PATH)), f"sgl_kernel_sm120_mla_tree_verify_{name}")
-    function.argtypes, function.restype = [ctypes.c_int32] * 4, ctypes.c_int64
+    """A planning function of the compiled library, int64 f(int32 b, s_q, h_q, num_sms); csrc/ops.cpp exports it."""
+    function = _library.host_function(f"{_OP}_{name}", ctypes.c_int64, *[ctypes.c_int32] * 4)
+    if function is None:
+        raise NotImplementedError(f"{_library.NAMESPACE}::{_OP} on a CUDA device: {_library.NO_LIBRARY}")
     return function
 
 
