@@ -24,8 +24,8 @@ def rewrite(text: str, pin: Pin, fork: Path) -> str:
     first = next(number for number, line in enumerate(lines) if line.startswith("Requires-Dist:"))
     kept = [line for line in lines if line.removeprefix("Requires-Dist: ") not in required]
     new = [f"Requires-Dist: {requirement}" for requirement in base_set(required, wanted)]
-    new += [f"Provides-Extra: {extra}" for extra in wanted["extras"]]
-    new += [f"Requires-Dist: {conditional(requirement)}" for requirement in required]
+    for extra, requirements in (wanted["extras"] | {FULL_SET: required}).items():
+        new += [f"Provides-Extra: {extra}", *(f"Requires-Dist: {conditional(r, extra)}" for r in requirements)]
     return "\n".join(kept[:first] + new + kept[first:]) + separator + body
 
 
@@ -49,8 +49,8 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def conditional(requirement: str) -> str:
+def conditional(requirement: str, extra: str) -> str:
     """The requirement under the extra, its own marker kept."""
     specifier, _, marker = (part.strip() for part in requirement.partition(";"))
-    condition = f'extra == "{FULL_SET}"'
+    condition = f'extra == "{extra}"'
     return f"{specifier}; ({marker}) and {condition}" if marker else f"{specifier}; {condition}"
