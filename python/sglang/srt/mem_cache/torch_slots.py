@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bookkeeping of slots in req_to_token, in torch, for devices without Triton."""
+
+from __future__ import annotations
+
+import torch
+
+
+def write_slot_ranges(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """req_to_token[row_i, start_i:end_i] = the next end_i - start_i of ``slots``."""
+    lengths = (end_offset - start_offset).long()
+    rows = req_pool_indices.long().repeat_interleave(lengths)
+    first = (start_offset.long() - lengths.cumsum(0) + lengths).repeat_interleave(
+        lengths
+    )
+    columns = first + torch.arange(rows.numel(), device=rows.device)
+    req_to_token[rows, columns] = slots[: rows.numel()].to(req_to_token.dtype)
+
+
+def gather_extend_slots(
+    *,
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    batch_size: int,
+    draft_token_num: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """[i * n + j] = req_to_token[row_i, start_i + j]; every request extends by n."""
+    columns = start_offset.long()[:, None] + torch.arange(
+        draft_token_num, device=device
+    )
+    return req_to_token[req_pool_indices.long()[:, None], columns].long().reshape(-1)
