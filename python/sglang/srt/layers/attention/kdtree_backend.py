@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention backend kdtree_sm120: drafts of MLA models are verified by sgl_kernel_sm120
+over one list of prefix and draft slots; everything else is the stock backend's."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from typing import TYPE_CHECKING, Optional
+
+import torch
+
+from sglang.srt.layers.attention.kdtree_verify import (
+    MAX_DRAFT_TOKENS,
+    QK_HEAD_DIM,
+    V_HEAD_DIM,
+    TreeVerifier,
+    VerifyErrors,
+    VerifyStep,
+)
+from sglang.srt.layers.attention.torch_reference_backend import (
+    TorchReferenceAttnBackend,
+    check_layer,
+)
+from sglang.srt.models.deepseek_common.attention_backend_handler import (
+    AttentionBackendRegistry,
+)
+from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
+    AttnForwardMethod,
+)
+from sglang.srt.platforms.torch_cpu import require_torch_cpu
+from sglang.srt.runtime_context import (
+    attention_backends,
+    get_exec,
+    get_schedule,
+    get_spec,
+)
+from sglang.srt.speculative.ddtree_info import verify_mask_of
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+logger = logging.getLogger(__name__)
+
+# Verification steps between two reports of --kdtree-verify validate.
+REPORT_INTERVAL = 256
+
+
+class KDTreeVerifyBackend(TorchReferenceAttnBackend):
+    """kdtree_sm120 on a CPU: the kernel's CPU form over torch_reference.
+
+    The CUDA form is to subclass TritonAttnBackend and use the same TreeVerifier and
+    VerifyErrors over static buffers.
+    """
+
+    def __init__(self, runner):
+        super().__init__(runner)
+        self.mode = get_exec().kernel.kdtree_verify
+        self.verifier = TreeVerifier(
+            req_to_token=self.req_to_token, page_size=get_schedule().page_size
+        )
+        self.step: Optional[VerifyStep] = None
+        self.errors: Optional[VerifyErrors] = None
+        if self.mode == "validate":
+            self.first_layer = runner.token_to_kv_pool.start_layer
+            self.errors = VerifyErrors(
+                runner.token_to_kv_pool.layer_num, torch.device(runner.device)
+            )
+            self.steps_validated = 0
+            atexit.register(self.log_errors)
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        if self.mode != "on" or not forward_batch.forward_mode.is_target_verify():
+            super().init_forward_metadata(forward_batch)
+        self.step = None
+        if self.mode != "off" and forward_batch.forward_mode.is_target_verify():
+            self.step = self.plan_step(forward_batch)
+
+    def plan_step(self, forward_batch: ForwardBatch) -> VerifyStep:
+        spec_info = forward_batch.spec_info
+        num_tokens = int(spec_info.draft_token_num)
+        batch_size = forward_batch.batch_size
+        return self.verifier.plan_step(
+            req_pool_indices=forward_batch.req_pool_indices,
+            prefix_lens=forward_batch.seq_lens,
+            num_tokens=num_tokens,
+            # On the host by now: seq_lens_cpu counts the draft tokens as well.
+            max_indices=int(forward_batch.seq_lens_cpu.sum()),
+            tree_mask=verify_mask_of(spec_info, batch_size),
+        )
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs,
+    ) -> torch.Tensor:
+        if self.step is None:
+            return super().forward_extend(
+                q, k, v, layer, forward_batch, save_kv_cache, **kwargs
+            )
+        check_layer(layer, kwargs)
+        if save_kv_cache and k is not None:
+            self.write_kv(layer, forward_batch, k, v)
+        kv_cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        ours = self.verifier.run(self.step, q, kv_cache, layer)
+        if self.mode == "on":
+            return ours
+        reference = super().forward_extend(q, k, v, layer, forward_batch, False)
+        self.count_errors(layer.layer_id - self.first_layer, ours, reference)
+        return reference
+
+    def count_errors(
+        self, layer_index: int, ours: torch.Tensor, reference: torch.Tensor
+    ) -> None:
+        if layer_index == 0:
+            if self.steps_validated and self.steps_validated % REPORT_INTERVAL == 0:
+                self.log_errors()
+            self.steps_validated += 1
+        self.errors.update(layer_index, ours, reference)
+
+    def log_errors(self) -> None:
+        logger.info("%s, %d steps", self.errors.report(), self.steps_validated)
+
+
+def create_kdtree_backend(runner) -> KDTreeVerifyBackend:
+    if runner.device != "cpu":
+        raise ValueError(
+            "kdtree_sm120: the CUDA form of this backend is not available yet; use "
+            "--device cpu, or --attention-backend triton on a GPU."
+        )
+    require_torch_cpu("--attention-backend kdtree_sm120")
+    check_runner(runner)
+    check_page_size(get_schedule().page_size)
+    check_verify_goes_to("kdtree_sm120")
+    return KDTreeVerifyBackend(runner)
+
+
+def check_runner(runner) -> None:
+    config = runner.model_config
+    if not runner.use_mla_backend:
+        raise ValueError(
+            "kdtree_sm120 serves MLA models (DeepSeek V3, Kimi K2 family), and "
+            f"{config.hf_config.architectures[0]} is none; use --attention-backend "
+            "torch_reference on a CPU, triton on a GPU."
+        )
+    dims = (config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank)
+    if dims != (QK_HEAD_DIM, V_HEAD_DIM):
+        raise ValueError(
+            f"kdtree_sm120 serves MLA heads of {QK_HEAD_DIM} (latent {V_HEAD_DIM}), and "
+            f"this model has heads of {dims[0]} (latent {dims[1]}); use "
+            "--attention-backend torch_reference on a CPU, triton on a GPU."
+        )
+    num_tokens = get_spec().speculative_num_draft_tokens
+    if num_tokens is not None and num_tokens > MAX_DRAFT_TOKENS:
+        raise ValueError(
+            f"kdtree_sm120 verifies at most {MAX_DRAFT_TOKENS} tokens a request; "
+            f"--speculative-num-draft-tokens is {num_tokens}."
+        )
+
+
+def check_page_size(page_size: int) -> None:
+    if page_size < 1 or page_size & (page_size - 1):
+        raise ValueError(
+            f"kdtree_sm120 needs a page size that is a power of two, and --page-size "
+            f"is {page_size}."
+        )
+
+
+def check_verify_goes_to(name: str) -> None:
+    """Refuse a split of backends that leaves this one without any verification."""
+    prefill, decode = attention_backends()
+    spec = get_spec()
+    if prefill == decode or spec.speculative_algorithm is None:
+        return
+    verify = decode if spec.speculative_attention_mode == "decode" else prefill
+    if verify != name:
+        raise ValueError(
+            f"{name} would verify no draft: prefill runs on {prefill}, decode on "
+            f"{decode}, and --speculative-attention-mode is "
+            f"{spec.speculative_attention_mode}. Use --attention-backend {name} alone, "
+            f"or --decode-attention-backend {name} with --speculative-attention-mode "
+            "decode."
+        )
+
+
+# MLA layers read the latent pool in the absorbed form, in every forward mode.
+AttentionBackendRegistry.register(
+    "kdtree_sm120", lambda attn, forward_batch: AttnForwardMethod.MLA
+)
