@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fork's config fields, and its names in upstream's registries.
+
+``server_args`` imports this module while it collects its fields, and every
+process of a server imports ``server_args``: a name registered here is known
+everywhere, and a failure to register stops the process.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Optional
+
+import msgspec
+
+from sglang.srt.arg_groups import choices
+from sglang.srt.arg_groups.arg_utils import A
+
+
+class KDTreeSpec(msgspec.Struct):
+    _NS_PATH = "spec"
+
+    speculative_ddtree_topk: A[
+        Optional[int],
+        "DDTREE only. How many ranks of each draft position the tree may use; at "
+        "most num_draft_tokens - 1 are of use, which is the default. 1 is a chain.",
+    ] = None
+
+
+class KDTreeKernel(msgspec.Struct):
+    _NS_PATH = "exec.kernel"
+
+    kdtree_verify: A[
+        Literal["off", "validate", "on"],
+        "Attention backend kdtree_sm120 only. Which kernel verifies drafts: off = "
+        "the stock one, validate = both, compared, and the stock result is used, "
+        "on = kdtree_sm120's.",
+    ] = "on"
+
+
+class KDTreeMemory(msgspec.Struct):
+    _NS_PATH = "memory"
+
+    kv_defrag: A[
+        Literal["off", "tier0", "tier1"],
+        "How KV slots are kept together: off = as they are freed, tier0 = allocated "
+        "in ascending order, tier1 = also moved at run time (not available yet).",
+    ] = "off"
+
+
+KDTREE_NAMESPACES = [KDTreeSpec, KDTreeKernel, KDTreeMemory]
+
+choices.add_attention_backend_choices(["kdtree_sm120", "torch_reference"])
+choices.add_draft_attention_backend_choices(["torch_reference"])
+# Request seeds need --enable-deterministic-inference. Of the two names only the
+# CPU form takes it; kdtree_sm120 on a GPU refuses it at start-up.
+choices.add_deterministic_attention_backend_choices(["kdtree_sm120", "torch_reference"])
+choices.add_radix_supported_deterministic_attention_backend_choices(
+    ["kdtree_sm120", "torch_reference"]
+)
+
+# Registration is the effect of these imports. They come last: both modules are
+# on upstream's side of the tree and must not import this one.
+from sglang.srt.layers.attention import kdtree_registry  # noqa: E402,F401
+from sglang.srt.speculative import ddtree_algo  # noqa: E402,F401
