@@ -25,7 +25,7 @@ serve: environment
 	@$(VENV) scripts/serve.py --device $(SET) --port $(PORT) --model '$(MODEL)' --draft '$(DRAFT)' --args '$(ARGS)'
 
 test: gates
-	$(VENV) -m pytest -m "not gpu" $(TESTS)
+	$(VENV) -m pytest $(TESTS)
 
 # What stops a change before any test runs: the edits and the caps, and the kernels' registers and shared memory.
 gates: test-environment

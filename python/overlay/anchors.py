@@ -37,6 +37,8 @@ def canonical(node: object) -> object:
         for name, value in ast.iter_fields(node):
             if name == "body" and isinstance(node, (*DEFINITIONS, ast.Module)) and docstring_of(node):
                 value = value[1:]
+            if isinstance(node, ast.JoinedStr):  # Python 3.12 puts empty texts into f-strings
+                value = [part for part in value if not (isinstance(part, ast.Constant) and part.value == "")]
             value = canonical(value)
             if name not in SILENT_FIELDS and value not in (None, ()):
                 fields.append((name, value))
