@@ -9,7 +9,8 @@
   site/            our kernel package, unpacked from its wheel (built here unless --wheel names one)
   COMMIT           of this checkout
 
-The host needs Python, torch, Triton and pytest. The rest comes from the package index by name, or from files named here.
+The host needs Python, torch, Triton and pytest. The rest comes from the package index by name, or from files named
+here.
 """
 
 from __future__ import annotations
@@ -34,14 +35,16 @@ from verify_bench.results import commit  # noqa: E402
 LIMIT = 55 << 20
 OPS = "sglang.kernels.ops.attention"
 KERNEL_MODULES = tuple(f"{OPS}.{m}" for m in ("extend_attention", "decode_attention", "metadata"))
-# What the kernel files import from the rest of sglang, and the answer on an NVIDIA GPU. An import that is not listed stops the packing.
+# What the kernel files import from the rest of sglang, and the answer on an NVIDIA GPU. An import that is not listed
+# stops the packing.
 STAND_INS = {
     "sglang.srt.utils": {
         "is_cuda": "def is_cuda():\n    return torch.version.cuda is not None\n",
         "is_hip": "def is_hip():\n    return False\n",
         "is_gfx95_supported": "def is_gfx95_supported():\n    return False\n",
         "is_gfx1250_supported": "def is_gfx1250_supported():\n    return False\n",
-        "get_device_core_count": "def get_device_core_count(device_id=0):\n    return torch.cuda.get_device_properties(device_id).multi_processor_count\n",
+        "get_device_core_count": "def get_device_core_count(device_id=0):\n"
+        "    return torch.cuda.get_device_properties(device_id).multi_processor_count\n",
     },
     "sglang.srt.environ": {
         "envs": "class _Unset:\n    def get(self):\n        return False\n\n\n"
@@ -69,7 +72,8 @@ def module_imports(source: str) -> list[tuple[str, tuple[str, ...]]]:
 def kernel_tree(read: Callable[[str], str | None], roots: tuple[str, ...] = KERNEL_MODULES) -> dict[str, str]:
     """Path -> text of the packed tree. read(path) gives the text of a file of sglang's wheel, or None.
 
-    Kernel modules are followed and kept as they are; any other sglang module becomes a stand-in of the names asked of it.
+    Kernel modules are followed and kept as they are; any other sglang module becomes a stand-in of the names asked of
+    it.
     """
     tree: dict[str, str] = {}
     wanted: dict[str, set[str]] = {}
@@ -89,10 +93,14 @@ def kernel_tree(read: Callable[[str], str | None], roots: tuple[str, ...] = KERN
             elif name in STAND_INS and names and set(names) <= STAND_INS[name].keys():
                 wanted.setdefault(name, set()).update(names)
             else:
-                raise SystemExit(f"pack_gpu: {path} imports {', '.join(names) or 'all'} from {name}; add a stand-in for it")
+                raise SystemExit(
+                    f"pack_gpu: {path} imports {', '.join(names) or 'all'} from {name}; add a stand-in for it"
+                )
     for module, names in wanted.items():
         body = "\n\n".join(STAND_INS[module][n] for n in sorted(names))
-        tree[module.replace(".", "/") + ".py"] = STAND_IN_HEADER + ("\nimport torch\n" if "torch." in body else "") + "\n\n" + body
+        tree[module.replace(".", "/") + ".py"] = (
+            STAND_IN_HEADER + ("\nimport torch\n" if "torch." in body else "") + "\n\n" + body
+        )
     for path in list(tree):
         for parent in list(Path(path).parents)[:-1]:
             tree.setdefault(f"{parent.as_posix()}/__init__.py", STAND_IN_HEADER)
@@ -107,7 +115,19 @@ def upstream_version() -> str:
 def download(name: str, folder: Path) -> Path:
     """A wheel from the package index, for whatever Python it is: only its .py files are used."""
     for tag in ((), ("--python-version", "3.12", "--implementation", "cp", "--platform", "manylinux_2_34_x86_64")):
-        command = [sys.executable, "-m", "pip", "-q", "download", "--no-deps", "--only-binary=:all:", *tag, "-d", str(folder), name]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "-q",
+            "download",
+            "--no-deps",
+            "--only-binary=:all:",
+            *tag,
+            "-d",
+            str(folder),
+            name,
+        ]
         if subprocess.run(command, check=False).returncode == 0:
             return next(folder.glob("*.whl"))
     raise SystemExit(f"pack_gpu: could not download {name}")
@@ -129,7 +149,17 @@ def pack_sglang(out: Path, wheel: Path | None) -> None:
 def pack_ours(out: Path, wheel: Path | None) -> None:
     with tempfile.TemporaryDirectory() as tmp:
         if wheel is None:
-            command = [sys.executable, "-m", "pip", "-q", "wheel", "--no-deps", "-w", tmp, str(ROOT / "sgl-kernel-sm120")]
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "-q",
+                "wheel",
+                "--no-deps",
+                "-w",
+                tmp,
+                str(ROOT / "sgl-kernel-sm120"),
+            ]
             subprocess.run(command, check=True)
             wheel = next(Path(tmp).glob("sgl_kernel_sm120-*.whl"))
         with zipfile.ZipFile(wheel) as z:
@@ -139,11 +169,23 @@ def pack_ours(out: Path, wheel: Path | None) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE / "bundle")
-    parser.add_argument("--arch", nargs="+", default=["90a"], help="compute capabilities of the GPU host, for native/ (default: 90a)")
+    parser.add_argument(
+        "--arch", nargs="+", default=["90a"], help="compute capabilities of the GPU host, for native/ (default: 90a)"
+    )
     parser.add_argument("--wheel", type=Path, help="a wheel of our kernel package (default: build one)")
-    parser.add_argument("--sglang-wheel", type=Path, help="an sglang wheel on disk (default: download the pinned version)")
-    parser.add_argument("--flashinfer-wheel", type=Path, help="a flashinfer-python wheel on disk (default: download it)")
-    parser.add_argument("--skip", nargs="*", choices=("native", "sglang", "package"), default=[], help="keep what the folder already holds")
+    parser.add_argument(
+        "--sglang-wheel", type=Path, help="an sglang wheel on disk (default: download the pinned version)"
+    )
+    parser.add_argument(
+        "--flashinfer-wheel", type=Path, help="a flashinfer-python wheel on disk (default: download it)"
+    )
+    parser.add_argument(
+        "--skip",
+        nargs="*",
+        choices=("native", "sglang", "package"),
+        default=[],
+        help="keep what the folder already holds",
+    )
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     if "native" not in args.skip:

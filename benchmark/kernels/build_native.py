@@ -3,8 +3,8 @@
 
     python benchmark/kernels/build_native.py [--arch 90a ...] [--out benchmark/build/native] [--only ladder probes]
 
-FlashInfer's headers come from the flashinfer-python wheel, downloaded by name from the package index (pip's configuration
-decides which) unless --flashinfer-wheel names a file. Only headers are unpacked. No GPU is needed.
+FlashInfer's headers come from the flashinfer-python wheel, downloaded by name from the package index (pip's
+configuration decides which) unless --flashinfer-wheel names a file. Only headers are unpacked. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -34,12 +34,18 @@ LIBRARIES = {
 }
 # wheel folder -> include path below the unpacked root
 HEADERS = ("include", "cccl/libcudacxx/include", "cccl/cub", "cccl/thrust")
-HEADER_PREFIXES = tuple(f"flashinfer/data/{p}/" for p in ("include", "cccl/libcudacxx/include", "cccl/cub/cub", "cccl/thrust/thrust"))
+HEADER_PREFIXES = tuple(
+    f"flashinfer/data/{p}/" for p in ("include", "cccl/libcudacxx/include", "cccl/cub/cub", "cccl/thrust/thrust")
+)
 
 
 def find_nvcc() -> str:
     """$NVCC, nvcc on PATH, or the usual toolkit folder."""
-    candidates = (os.environ.get("NVCC"), shutil.which("nvcc"), os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc"))
+    candidates = (
+        os.environ.get("NVCC"),
+        shutil.which("nvcc"),
+        os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc"),
+    )
     for path in candidates:
         if path and Path(path).is_file():
             return path
@@ -54,17 +60,35 @@ def flashinfer_headers(root: Path, wheel: Path | None) -> list[Path]:
         with tempfile.TemporaryDirectory() as tmp:
             if wheel is None:
                 name = f"flashinfer-python=={FLASHINFER_VERSION}"
-                subprocess.run([sys.executable, "-m", "pip", "-q", "download", "--no-deps", "--only-binary=:all:", "-d", tmp, name], check=True)
+                subprocess.run(
+                    [
+                        sys.executable,
+                        "-m",
+                        "pip",
+                        "-q",
+                        "download",
+                        "--no-deps",
+                        "--only-binary=:all:",
+                        "-d",
+                        tmp,
+                        name,
+                    ],
+                    check=True,
+                )
                 wheel = next(Path(tmp).glob("flashinfer_python-*.whl"))
             if f"-{FLASHINFER_VERSION}-" not in wheel.name:
-                raise SystemExit(f"build_native: the FlashInfer arms are written for {FLASHINFER_VERSION}, got {wheel.name}")
+                raise SystemExit(
+                    f"build_native: the FlashInfer arms are written for {FLASHINFER_VERSION}, got {wheel.name}"
+                )
             with zipfile.ZipFile(wheel) as z:
                 z.extractall(data, [n for n in z.namelist() if n.startswith(HEADER_PREFIXES)])
         stamp.touch()
     return [data / "flashinfer" / "data" / p for p in HEADERS]
 
 
-def command(nvcc: str, source: Path, out: Path, archs: list[str], macros: tuple[str, ...], includes: list[Path]) -> list[str]:
+def command(
+    nvcc: str, source: Path, out: Path, archs: list[str], macros: tuple[str, ...], includes: list[Path]
+) -> list[str]:
     return [
         nvcc,
         "-O3",
@@ -84,10 +108,26 @@ def command(nvcc: str, source: Path, out: Path, archs: list[str], macros: tuple[
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT)
-    parser.add_argument("--arch", nargs="+", default=["90a"], help="compute capabilities to compile for, such as 90a 120a (default: 90a)")
-    parser.add_argument("--only", nargs="+", choices=LIBRARIES, default=list(LIBRARIES), metavar="NAME", help=f"of {', '.join(LIBRARIES)}")
+    parser.add_argument(
+        "--arch",
+        nargs="+",
+        default=["90a"],
+        help="compute capabilities to compile for, such as 90a 120a (default: 90a)",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=LIBRARIES,
+        default=list(LIBRARIES),
+        metavar="NAME",
+        help=f"of {', '.join(LIBRARIES)}",
+    )
     parser.add_argument("--headers", type=Path, default=DEFAULT_HEADERS, help="where FlashInfer's headers are unpacked")
-    parser.add_argument("--flashinfer-wheel", type=Path, help=f"a flashinfer-python {FLASHINFER_VERSION} wheel on disk, instead of downloading it")
+    parser.add_argument(
+        "--flashinfer-wheel",
+        type=Path,
+        help=f"a flashinfer-python {FLASHINFER_VERSION} wheel on disk, instead of downloading it",
+    )
     args = parser.parse_args(argv)
     nvcc = find_nvcc()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -101,7 +141,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"built {library} ({', '.join('sm_' + a for a in args.arch)})", flush=True)
     info_path = args.out / "build_info.json"
     info = json.loads(info_path.read_text()) if info_path.exists() else {}
-    info.update({"flashinfer": FLASHINFER_VERSION, "nvcc": nvcc_release(nvcc), "libraries": {**info.get("libraries", {}), **built}})
+    info.update(
+        {
+            "flashinfer": FLASHINFER_VERSION,
+            "nvcc": nvcc_release(nvcc),
+            "libraries": {**info.get("libraries", {}), **built},
+        }
+    )
     info_path.write_text(json.dumps(info, indent=2) + "\n")
     return 0
 

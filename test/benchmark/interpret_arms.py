@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by test_arms.py in a process of its own, under TRITON_INTERPRET=1: upstream's Triton kernels, called by the arms, on the CPU.
+"""Run by test_arms.py in a process of its own, under TRITON_INTERPRET=1: upstream's Triton kernels on the CPU.
 
-Prints one line an arm and shape: name, relative error to the fp64 answer, and the same to the answer with the other mask.
+Prints one line an arm and shape: name, relative error to the fp64 answer, and the same to the answer with the other
+mask.
 """
 
 import dataclasses
 import sys
 from pathlib import Path
 
-import torch
 from verify_bench import inputs
 from verify_bench.arms import ARMS, Context
 from verify_bench.shapes import parse_shape
@@ -23,7 +23,10 @@ for spec in ("prefix=70,q=9,h=8", "prefix=40+3,q=5,h=16,page=16"):
         arm = ARMS[name](context)
         prepared = arm.prepare(problem)
         prepared.run(1)
-        errors = [inputs.relative_error(prepared.out, inputs.oracle(problem, 1, tree))[0] for tree in (arm.tree_mask, not arm.tree_mask)]
+        errors = [
+            inputs.relative_error(prepared.out, inputs.oracle(problem, 1, tree))[0]
+            for tree in (arm.tree_mask, not arm.tree_mask)
+        ]
         print(name, shape, *errors)
 module = sys.modules["sglang.kernels.ops.attention.extend_attention"]
 print("module", module.__file__)

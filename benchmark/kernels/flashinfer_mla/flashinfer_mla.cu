@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// FlashInfer's FA2 paged MLA attention behind a C ABI, for the benchmark. The headers come from the flashinfer-python wheel at
-// build time and are not changed; SMEM_LIMIT (bytes a multiprocessor, 0 = what the card has) makes them pick the configuration
-// of a card with less shared memory: the two CUDA calls by which they ask and reserve are routed through the functions below.
+// FlashInfer's FA2 paged MLA attention behind a C ABI, for the benchmark. The headers come from the
+// flashinfer-python wheel at build time and are not changed; SMEM_LIMIT (bytes a multiprocessor, 0
+// = what the card has) makes them pick the configuration of a card with less shared memory: the two
+// CUDA calls by which they ask and reserve are routed through the functions below.
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
 #include <exception>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -17,26 +19,34 @@
 
 namespace limited {
 
-constexpr int kReservedPerBlock = 1024;   // what the driver keeps of each block's share
+constexpr int kReservedPerBlock = 1024;  // what the driver keeps of each block's share
 
 inline cudaError_t device_attribute(int* value, cudaDeviceAttr attribute, int device) {
   const cudaError_t error = cudaDeviceGetAttribute(value, attribute, device);
-  if (SMEM_LIMIT > 0 && attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor && *value > SMEM_LIMIT) *value = SMEM_LIMIT;
+  if (SMEM_LIMIT > 0 && attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor &&
+      *value > SMEM_LIMIT)
+    *value = SMEM_LIMIT;
   return error;
 }
 
 template <typename Kernel>
 cudaError_t function_attribute(Kernel kernel, cudaFuncAttribute attribute, int value) {
-  if (SMEM_LIMIT > 0 && attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && value > SMEM_LIMIT - kReservedPerBlock) {
-    return cudaErrorInvalidValue;   // this card has room for it, the one that is stood in for has not
+  if (SMEM_LIMIT > 0 && attribute == cudaFuncAttributeMaxDynamicSharedMemorySize &&
+      value > SMEM_LIMIT - kReservedPerBlock) {
+    // This card has room for it, the one that is stood in for has not.
+    throw std::runtime_error("the configuration needs " + std::to_string(value) +
+                             " B of shared memory, a block of the limited card has " +
+                             std::to_string(SMEM_LIMIT - kReservedPerBlock));
   }
   return cudaFuncSetAttribute(kernel, attribute, value);
 }
 
 }  // namespace limited
 
-#define cudaDeviceGetAttribute(value, attribute, device) ::limited::device_attribute(value, attribute, device)
-#define cudaFuncSetAttribute(kernel, attribute, value) ::limited::function_attribute(kernel, attribute, value)
+#define cudaDeviceGetAttribute(value, attribute, device) \
+  ::limited::device_attribute(value, attribute, device)
+#define cudaFuncSetAttribute(kernel, attribute, value) \
+  ::limited::function_attribute(kernel, attribute, value)
 #include <flashinfer/attention/mla.cuh>
 #include <flashinfer/attention/scheduler.cuh>
 #undef cudaDeviceGetAttribute
@@ -60,8 +70,9 @@ int guarded(F&& body) {
 }
 
 template <typename KV>
-cudaError_t run(const flashinfer::MLAPlanInfo& plan, void* float_workspace, void* int_workspace, const void* q, const void* kv,
-                const int32_t* kv_indices, void* out, int h_q, float sm_scale, float kv_scale, cudaStream_t stream) {
+cudaError_t run(const flashinfer::MLAPlanInfo& plan, void* float_workspace, void* int_workspace,
+                const void* q, const void* kv, const int32_t* kv_indices, void* out, int h_q,
+                float sm_scale, float kv_scale, cudaStream_t stream) {
   using Bf16 = __nv_bfloat16;
   using flashinfer::GetPtrFromBaseOffset;
   flashinfer::MLAParams<Bf16, KV, Bf16, int32_t> p;
@@ -107,16 +118,19 @@ cudaError_t run(const flashinfer::MLAPlanInfo& plan, void* float_workspace, void
 
 extern "C" const char* flashinfer_mla_error() { return g_error.c_str(); }
 
-// Host planning, as FlashInfer's wrapper does before a step; plan_out has 18 words. All *_h arrays are on the host.
-extern "C" int flashinfer_mla_plan(int32_t* qo_indptr_h, int32_t* kv_indptr_h, int32_t* kv_len_h, int b, int h_q, void* float_workspace,
-                                   int64_t float_bytes, void* int_workspace, void* int_pinned, int64_t int_bytes, int64_t* plan_out,
-                                   void* stream) {
+// Host planning, as FlashInfer's wrapper does before a step; plan_out has 18 words. All *_h arrays
+// are on the host.
+extern "C" int flashinfer_mla_plan(int32_t* qo_indptr_h, int32_t* kv_indptr_h, int32_t* kv_len_h,
+                                   int b, int h_q, void* float_workspace, int64_t float_bytes,
+                                   void* int_workspace, void* int_pinned, int64_t int_bytes,
+                                   int64_t* plan_out, void* stream) {
   return guarded([&]() -> cudaError_t {
     flashinfer::MLAPlanInfo plan;
     size_t staged = 0;
     const cudaStream_t s = static_cast<cudaStream_t>(stream);
-    const cudaError_t error = flashinfer::MLAPlan<int32_t>(float_workspace, float_bytes, int_workspace, int_pinned, int_bytes, plan, staged,
-                                                           qo_indptr_h, kv_indptr_h, kv_len_h, b, h_q, kDimCkv, /*causal=*/false, s);
+    const cudaError_t error = flashinfer::MLAPlan<int32_t>(
+        float_workspace, float_bytes, int_workspace, int_pinned, int_bytes, plan, staged,
+        qo_indptr_h, kv_indptr_h, kv_len_h, b, h_q, kDimCkv, /*causal=*/false, s);
     if (error != cudaSuccess) return error;
     const std::vector<int64_t> words = plan.ToVector();
     for (int i = 0; i < kPlanWords; ++i) plan_out[i] = words[i];
@@ -124,14 +138,17 @@ extern "C" int flashinfer_mla_plan(int32_t* qo_indptr_h, int32_t* kv_indptr_h, i
   });
 }
 
-extern "C" int flashinfer_mla_run(int kv_is_fp8, const int64_t* plan_words, void* float_workspace, void* int_workspace, const void* q,
-                                  const void* kv, const int32_t* kv_indices, void* out, int h_q, float sm_scale, float kv_scale,
-                                  void* stream) {
+extern "C" int flashinfer_mla_run(int kv_is_fp8, const int64_t* plan_words, void* float_workspace,
+                                  void* int_workspace, const void* q, const void* kv,
+                                  const int32_t* kv_indices, void* out, int h_q, float sm_scale,
+                                  float kv_scale, void* stream) {
   return guarded([&]() -> cudaError_t {
     flashinfer::MLAPlanInfo plan;
     plan.FromVector(std::vector<int64_t>(plan_words, plan_words + kPlanWords));
     const cudaStream_t s = static_cast<cudaStream_t>(stream);
-    return kv_is_fp8 ? run<__nv_fp8_e4m3>(plan, float_workspace, int_workspace, q, kv, kv_indices, out, h_q, sm_scale, kv_scale, s)
-                     : run<__nv_bfloat16>(plan, float_workspace, int_workspace, q, kv, kv_indices, out, h_q, sm_scale, kv_scale, s);
+    return kv_is_fp8 ? run<__nv_fp8_e4m3>(plan, float_workspace, int_workspace, q, kv, kv_indices,
+                                          out, h_q, sm_scale, kv_scale, s)
+                     : run<__nv_bfloat16>(plan, float_workspace, int_workspace, q, kv, kv_indices,
+                                          out, h_q, sm_scale, kv_scale, s);
   });
 }

@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// The plain kernel of the case study as three rungs of a ladder: one block per (query row, KV split, request), no tensor cores,
-// the latent row read again by every query head. It is here to be measured against, so it stays as simple as the idea:
+// The plain kernel of the case study as three rungs of a ladder: one block per (query row, KV
+// split, request), no tensor cores, the latent row read again by every query head. It is here to be
+// measured against, so it stays as simple as the idea:
 //
-//   partial:  grid (s_q * h_q, num_splits, b), four warps; warp w takes the split's tokens w, w+4, w+8, ...
-//             score = q . k by a shuffle sum over the lanes, online softmax in registers, value columns held per lane
+//   partial:  grid (s_q * h_q, num_splits, b), four warps; warp w takes the split's tokens w, w+4,
+//   w+8, ...
+//             score = q . k by a shuffle sum over the lanes, online softmax in registers, value
+//             columns held per lane
 //   merge:    grid (s_q * h_q, b), one pass over the splits' fp32 partials
 //
-// VEC is the load width in bf16 elements: 2 gives 32-bit loads, 8 gives 128-bit loads. Nothing else differs between the rungs but
-// num_splits (16 or 64), which the caller passes.
+// VEC is the load width of the 512 latent columns in bf16 elements: 2 gives 32-bit loads, 8 gives
+// 128-bit loads; the 64 rope columns are one 32-bit load a lane. Nothing else differs between the
+// rungs but num_splits (16 or 64), which the caller passes.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -21,46 +25,54 @@ constexpr int kWarps = 4;
 constexpr float kLog2e = 1.4426950408889634f;
 
 struct Params {
-  const __nv_bfloat16* q;         // [b, s_q, h_q, 576]
-  const __nv_bfloat16* kv;        // [slots, 576]
-  const int* kv_indptr;           // [b + 1]
-  const int64_t* kv_indices;      // prefix slots, then the s_q draft slots of each request
-  const uint64_t* mask_words;     // [b, s_q, words]: bit j % 64 of word j / 64 = draft key j is visible
-  float* partial_out;             // [b, num_splits, s_q * h_q, 512], not normalised
-  float2* partial_max_sum;        // [b, num_splits, s_q * h_q]: running max (log2 domain), sum
-  __nv_bfloat16* out;             // [b, s_q, h_q, 512]
+  const __nv_bfloat16* q;     // [b, s_q, h_q, 576]
+  const __nv_bfloat16* kv;    // [slots, 576]
+  const int* kv_indptr;       // [b + 1]
+  const int64_t* kv_indices;  // prefix slots, then the s_q draft slots of each request
+  const uint64_t*
+      mask_words;           // [b, s_q, words]: bit j % 64 of word j / 64 = draft key j is visible
+  float* partial_out;       // [b, num_splits, s_q * h_q, 512], not normalised
+  float2* partial_max_sum;  // [b, num_splits, s_q * h_q]: running max (log2 domain), sum
+  __nv_bfloat16* out;       // [b, s_q, h_q, 512]
   int s_q, h_q, words, num_splits;
   float scale_log2;
 };
 
-// Column of element e of load j in this lane.
-template <int VEC>
-__device__ __forceinline__ int column(int lane, int j) {
-  return (lane + 32 * j) * VEC;
+__device__ __forceinline__ void load_pair(const __nv_bfloat16* src, float* dst) {
+  const float2 f = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(src));
+  dst[0] = f.x;
+  dst[1] = f.y;
 }
 
+// The 18 columns of one row that a lane holds: 512 / 32 of the latent in loads of VEC, then its
+// pair of the rope part.
 template <int VEC>
-__device__ __forceinline__ void load_row(const __nv_bfloat16* src, float (&dst)[VEC]) {
-  if constexpr (VEC == 2) {
-    float2 f = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(src));
-    dst[0] = f.x;
-    dst[1] = f.y;
-  } else {
-    uint4 raw = *reinterpret_cast<const uint4*>(src);
-    const __nv_bfloat162* pairs = reinterpret_cast<const __nv_bfloat162*>(&raw);
+struct LaneRow {
+  static constexpr int kLoads = kDimV / VEC / 32;  // 8 or 2
+  float latent[kLoads][VEC];
+  float rope[2];
+
+  static __device__ __forceinline__ int column(int lane, int j) { return (lane + 32 * j) * VEC; }
+
+  __device__ __forceinline__ void load(const __nv_bfloat16* row, int lane) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float2 f = __bfloat1622float2(pairs[i]);
-      dst[2 * i] = f.x;
-      dst[2 * i + 1] = f.y;
+    for (int j = 0; j < kLoads; ++j) {
+      if constexpr (VEC == 2) {
+        load_pair(row + column(lane, j), latent[j]);
+      } else {
+        const uint4 raw = *reinterpret_cast<const uint4*>(row + column(lane, j));
+        const __nv_bfloat16* elements = reinterpret_cast<const __nv_bfloat16*>(&raw);
+#pragma unroll
+        for (int i = 0; i < VEC; i += 2) load_pair(elements + i, latent[j] + i);
+      }
     }
+    load_pair(row + kDimV + 2 * lane, rope);
   }
-}
+};
 
 template <int VEC>
 __global__ void __launch_bounds__(32 * kWarps) partial_kernel(const __grid_constant__ Params p) {
-  constexpr int kLoads = (kDimQk / VEC + 31) / 32;   // 9 or 3 (the last one by 8 lanes only)
-  constexpr int kLoadsV = kDimV / VEC / 32;          // 8 or 2
+  using Row = LaneRow<VEC>;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int row = blockIdx.x, split = blockIdx.y, b = blockIdx.z;
   const int rows = p.s_q * p.h_q, query = row / p.h_q;
@@ -68,19 +80,11 @@ __global__ void __launch_bounds__(32 * kWarps) partial_kernel(const __grid_const
   const int per_split = (length + p.num_splits - 1) / p.num_splits;
   const int first = split * per_split, last = min(length, first + per_split);
 
-  float q[kLoads][VEC], acc[kLoadsV][VEC];
-  const __nv_bfloat16* q_row = p.q + (static_cast<int64_t>(b) * rows + row) * kDimQk;
+  Row q;
+  q.load(p.q + (static_cast<int64_t>(b) * rows + row) * kDimQk, lane);
+  float acc[Row::kLoads][VEC];
 #pragma unroll
-  for (int j = 0; j < kLoads; ++j) {
-    if (column<VEC>(lane, j) < kDimQk) {
-      load_row<VEC>(q_row + column<VEC>(lane, j), q[j]);
-    } else {
-#pragma unroll
-      for (int e = 0; e < VEC; ++e) q[j][e] = 0.f;
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < kLoadsV; ++j)
+  for (int j = 0; j < Row::kLoads; ++j)
 #pragma unroll
     for (int e = 0; e < VEC; ++e) acc[j][e] = 0.f;
 
@@ -88,17 +92,13 @@ __global__ void __launch_bounds__(32 * kWarps) partial_kernel(const __grid_const
   const uint64_t* mask_row = p.mask_words + (static_cast<int64_t>(b) * p.s_q + query) * p.words;
   for (int t = first + warp; t < last; t += kWarps) {
     if (t >= prefix && !((mask_row[(t - prefix) >> 6] >> ((t - prefix) & 63)) & 1)) continue;
-    const __nv_bfloat16* kv_row = p.kv + p.kv_indices[begin + t] * kDimQk;
-    float kv[kLoads][VEC];
-    float dot = 0.f;
+    Row kv;
+    kv.load(p.kv + p.kv_indices[begin + t] * kDimQk, lane);
+    float dot = fmaf(q.rope[0], kv.rope[0], q.rope[1] * kv.rope[1]);
 #pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
-      if (column<VEC>(lane, j) < kDimQk) {
-        load_row<VEC>(kv_row + column<VEC>(lane, j), kv[j]);
+    for (int j = 0; j < Row::kLoads; ++j)
 #pragma unroll
-        for (int e = 0; e < VEC; ++e) dot = fmaf(q[j][e], kv[j][e], dot);
-      }
-    }
+      for (int e = 0; e < VEC; ++e) dot = fmaf(q.latent[j][e], kv.latent[j][e], dot);
 #pragma unroll
     for (int d = 16; d > 0; d >>= 1) dot += __shfl_xor_sync(0xffffffffu, dot, d);
     const float score = dot * p.scale_log2;
@@ -107,9 +107,9 @@ __global__ void __launch_bounds__(32 * kWarps) partial_kernel(const __grid_const
     running_max = new_max;
     sum = sum * rescale + weight;
 #pragma unroll
-    for (int j = 0; j < kLoadsV; ++j)
+    for (int j = 0; j < Row::kLoads; ++j)
 #pragma unroll
-      for (int e = 0; e < VEC; ++e) acc[j][e] = fmaf(weight, kv[j][e], acc[j][e] * rescale);
+      for (int e = 0; e < VEC; ++e) acc[j][e] = fmaf(weight, kv.latent[j][e], acc[j][e] * rescale);
   }
 
   // Merge the four warps, then write this split's partial.
@@ -122,19 +122,21 @@ __global__ void __launch_bounds__(32 * kWarps) partial_kernel(const __grid_const
   for (int w = 1; w < kWarps; ++w) block_max = fmaxf(block_max, warp_max[w]);
   const float factor = running_max == -INFINITY ? 0.f : exp2f(running_max - block_max);
   if (lane == 0) warp_sum[warp] = sum * factor;
-  for (int w = 0; w < kWarps; ++w) {                 // one warp after the other: the sum's order is fixed
+  for (int w = 0; w < kWarps; ++w) {  // one warp after the other: the sum's order is fixed
     if (warp == w) {
 #pragma unroll
-      for (int j = 0; j < kLoadsV; ++j)
+      for (int j = 0; j < Row::kLoads; ++j)
 #pragma unroll
-        for (int e = 0; e < VEC; ++e) merged[column<VEC>(lane, j) + e] += acc[j][e] * factor;
+        for (int e = 0; e < VEC; ++e) merged[Row::column(lane, j) + e] += acc[j][e] * factor;
     }
     __syncthreads();
   }
   const int64_t slot = (static_cast<int64_t>(b) * p.num_splits + split) * rows + row;
-  for (int c = threadIdx.x; c < kDimV; c += 32 * kWarps) p.partial_out[slot * kDimV + c] = merged[c];
+  for (int c = threadIdx.x; c < kDimV; c += 32 * kWarps)
+    p.partial_out[slot * kDimV + c] = merged[c];
   if (threadIdx.x == 0) {
-    p.partial_max_sum[slot] = make_float2(block_max, warp_sum[0] + warp_sum[1] + warp_sum[2] + warp_sum[3]);
+    p.partial_max_sum[slot] =
+        make_float2(block_max, warp_sum[0] + warp_sum[1] + warp_sum[2] + warp_sum[3]);
   }
 }
 
@@ -142,7 +144,8 @@ __global__ void __launch_bounds__(128) merge_kernel(const __grid_constant__ Para
   const int row = blockIdx.x, b = blockIdx.y, rows = p.s_q * p.h_q;
   const int64_t base = static_cast<int64_t>(b) * p.num_splits * rows + row;
   float global_max = -INFINITY;
-  for (int s = 0; s < p.num_splits; ++s) global_max = fmaxf(global_max, p.partial_max_sum[base + static_cast<int64_t>(s) * rows].x);
+  for (int s = 0; s < p.num_splits; ++s)
+    global_max = fmaxf(global_max, p.partial_max_sum[base + static_cast<int64_t>(s) * rows].x);
   float acc[4] = {0.f, 0.f, 0.f, 0.f}, sum = 0.f;
   for (int s = 0; s < p.num_splits; ++s) {
     const int64_t slot = base + static_cast<int64_t>(s) * rows;
@@ -151,19 +154,22 @@ __global__ void __launch_bounds__(128) merge_kernel(const __grid_constant__ Para
     const float weight = exp2f(max_sum.x - global_max);
     sum += weight * max_sum.y;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) acc[i] = fmaf(weight, p.partial_out[slot * kDimV + threadIdx.x + 128 * i], acc[i]);
+    for (int i = 0; i < 4; ++i)
+      acc[i] = fmaf(weight, p.partial_out[slot * kDimV + threadIdx.x + 128 * i], acc[i]);
   }
   __nv_bfloat16* out = p.out + (static_cast<int64_t>(b) * rows + row) * kDimV;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) out[threadIdx.x + 128 * i] = __float2bfloat16(sum > 0.f ? acc[i] / sum : 0.f);
+  for (int i = 0; i < 4; ++i)
+    out[threadIdx.x + 128 * i] = __float2bfloat16(sum > 0.f ? acc[i] / sum : 0.f);
 }
 
 }  // namespace
 
 // Returns a cudaError_t, or -1 for a load width that does not exist.
-extern "C" int ladder_run(int vec, int num_splits, const void* q, const void* kv, const int* kv_indptr, const int64_t* kv_indices,
-                          const uint64_t* mask_words, float* partial_out, float* partial_max_sum, void* out, int b, int s_q, int h_q,
-                          float sm_scale, void* stream) {
+extern "C" int ladder_run(int vec, int num_splits, const void* q, const void* kv,
+                          const int* kv_indptr, const int64_t* kv_indices,
+                          const uint64_t* mask_words, float* partial_out, float* partial_max_sum,
+                          void* out, int b, int s_q, int h_q, float sm_scale, void* stream) {
   const Params p{static_cast<const __nv_bfloat16*>(q),
                  static_cast<const __nv_bfloat16*>(kv),
                  kv_indptr,

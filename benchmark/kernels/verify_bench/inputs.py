@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The inputs that all arms of a shape share, and the fp64 answer they are checked against.
 
-The slots of a request are drawn at random from the pool, page by page; the draft slots too. The KV pools of the layers differ
-only in content, so that a CUDA graph over them reads memory and not L2. The tree is random: node i hangs on a random earlier node.
+The slots of a request are drawn at random from the pool, page by page; the draft slots too. The KV pools of the
+layers differ only in content, so that a CUDA graph over them reads memory and not L2. The tree is random: node i
+hangs on a random earlier node.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def build(shape: Shape, layers: int, device: torch.device | str = "cpu", seed: i
     order = torch.randperm(total_pages - 1, generator=on_device, device=device) + 1
     within = torch.arange(shape.page_size, device=device)
     lists = []
-    for n, page_ids in zip(lengths, order.split(pages)):
+    for n, page_ids in zip(lengths, order.split(pages), strict=True):
         lists.append((page_ids[:, None] * shape.page_size + within).flatten()[:n])
     indptr = torch.tensor([0] + lengths).cumsum(0).to(torch.int32).to(device)
     prefix_indptr = torch.tensor([0, *shape.prefixes]).cumsum(0).to(torch.int32).to(device)
@@ -98,15 +99,15 @@ def build(shape: Shape, layers: int, device: torch.device | str = "cpu", seed: i
         kv_indptr=indptr,
         kv_indices=torch.cat(lists),
         prefix_indptr=prefix_indptr,
-        prefix_indices=torch.cat([slots[:p] for slots, p in zip(lists, shape.prefixes)]),
-        draft_slots=torch.stack([slots[p:] for slots, p in zip(lists, shape.prefixes)]),
+        prefix_indices=torch.cat([slots[:p] for slots, p in zip(lists, shape.prefixes, strict=True)]),
+        draft_slots=torch.stack([slots[p:] for slots, p in zip(lists, shape.prefixes, strict=True)]),
         visible=visible,
         mask_words=pack_words(visible),
     )
 
 
 def oracle(problem: Problem, layer: int = 0, tree: bool = True, chunk: int = 32768) -> torch.Tensor:
-    """[b, s_q, h_q, 512] fp64: the answer with the tree mask, or (tree=False) with every listed row visible to every query."""
+    """[b, s_q, h_q, 512] fp64: the answer under the tree mask, or (tree=False) with every listed row visible."""
     shape = problem.shape
     out = torch.empty(shape.bs, shape.s_q, shape.h_q, counters.D_V, dtype=torch.float64, device=problem.device)
     bounds = problem.kv_indptr.tolist()

@@ -44,7 +44,9 @@ def measure(native: Path) -> Ceilings:
     copy = copy_gbps()
     library = native / "libprobes.so"
     if not library.is_file():
-        return Ceilings(copy, note=f"no {library.name} in {native}: run build_native.py; read, L2 and MMA rates not measured")
+        return Ceilings(
+            copy, note=f"no {library.name} in {native}: run build_native.py; read, L2 and MMA rates not measured"
+        )
     lib = ctypes.CDLL(str(library))
     pointer = ctypes.c_void_p
     lib.probe_mma.argtypes = [ctypes.c_int, ctypes.c_int, pointer, pointer]
@@ -67,6 +69,14 @@ def measure(native: Path) -> Ceilings:
     def read(total: int, passes: int) -> float:
         count = total // 16 // stride * stride
         data = torch.empty(count * 4, dtype=torch.int32, device="cuda").random_()
-        return passes * count * 16 / _timed_ms(lambda: checked(lib.probe_read(blocks, data.data_ptr(), count, passes, sink.data_ptr(), stream))) * 1e-6
+        return (
+            passes
+            * count
+            * 16
+            / _timed_ms(
+                lambda: checked(lib.probe_read(blocks, data.data_ptr(), count, passes, sink.data_ptr(), stream))
+            )
+            * 1e-6
+        )
 
     return Ceilings(copy, read_gbps=read(4 << 30, 1), l2_read_gbps=read(20 << 20, 60), mma_tflops=mma)

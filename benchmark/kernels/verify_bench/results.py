@@ -19,12 +19,35 @@ from .shapes import Shape
 from .timing import Timing
 
 FORMAT = "mla_tree_verify-1"
-HEADER_KEYS = {"format": str, "date": str, "commit": str, "device": str, "gpu": (dict, type(None)), "versions": dict, "ceilings": dict}
+HEADER_KEYS = {
+    "format": str,
+    "date": str,
+    "commit": str,
+    "device": str,
+    "gpu": (dict, type(None)),
+    "versions": dict,
+    "ceilings": dict,
+}
 ROW_KEYS = {
-    "arm": str, "bs": int, "s_q": int, "h_q": int, "prefix": int, "kv_dtype": str, "page_size": int,
-    "us_p20": (int, float), "us_p50": (int, float), "us_p80": (int, float), "gbps": (int, float), "tflops": (int, float),
-    "prefixes": list, "error": (int, float), "error_worst_row": (int, float), "calls": int, "samples": int, "graph": bool,
-}  # fmt: skip
+    "arm": str,
+    "bs": int,
+    "s_q": int,
+    "h_q": int,
+    "prefix": int,
+    "kv_dtype": str,
+    "page_size": int,
+    "us_p20": (int, float),
+    "us_p50": (int, float),
+    "us_p80": (int, float),
+    "gbps": (int, float),
+    "tflops": (int, float),
+    "prefixes": list,
+    "error": (int, float),
+    "error_worst_row": (int, float),
+    "calls": int,
+    "samples": int,
+    "graph": bool,
+}
 MISSING_KEYS = {"arm": str, "reason": str, "shapes": list}
 
 
@@ -145,7 +168,7 @@ def gpu_info() -> dict | None:
     }
     text = _run("nvidia-smi", f"--query-gpu={','.join(GPU_QUERY)}", "--format=csv,noheader", "-i", "0")
     if text:
-        info.update(zip((k.replace(".", "_") for k in GPU_QUERY), (v.strip() for v in text.split(","))))
+        info.update(zip((k.replace(".", "_") for k in GPU_QUERY), (v.strip() for v in text.split(",")), strict=False))
     return info
 
 
@@ -167,10 +190,14 @@ def header(commit: str, device: str, ceilings: Ceilings | None, arm_versions: di
     versions.update(arm_versions)
     return {
         "format": FORMAT,
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": commit,
         "device": device,
         "gpu": gpu_info() if device == "cuda" else None,
         "versions": versions,
-        "ceilings": {k: v if isinstance(v, (str, type(None))) else round(v, 1) for k, v in dataclasses.asdict(ceilings).items()} if ceilings else {},
+        "ceilings": {
+            k: v if isinstance(v, (str, type(None))) else round(v, 1) for k, v in dataclasses.asdict(ceilings).items()
+        }
+        if ceilings
+        else {},
     }

@@ -10,7 +10,7 @@ KV_DTYPES = ("bf16", "fp8")
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One verify call: b requests of s_q tree nodes over h_q heads; `prefixes` are the cached tokens of each request."""
+    """One verify call: requests of s_q tree nodes over h_q heads; `prefixes` are the cached tokens of each."""
 
     prefixes: tuple[int, ...]
     s_q: int = 9
@@ -52,7 +52,7 @@ class Shape:
 
 
 def parse_shape(text: str) -> Shape:
-    """'bs=1,q=9,h=8,prefix=65536,kv=bf16,page=1'; what is left out takes that default. prefix=185000+1000 is a ragged batch."""
+    """'bs=1,q=9,h=8,prefix=65536,kv=bf16,page=1', each part with that default. prefix=185000+1000 is a ragged batch."""
     fields = {"bs": None, "q": "9", "h": "8", "prefix": "65536", "kv": "bf16", "page": "1"}
     for part in text.split(","):
         key, sep, value = part.partition("=")
@@ -84,7 +84,11 @@ def _groups() -> dict[str, list[Shape]]:
         "heads": [Shape((p,), h_q=h) for h in (16, 64, 128) for p in long],
         "batch": [Shape((p,) * bs) for bs in (4, 8) for p in long] + [Shape(RAGGED)],
         "fp8": [Shape((p,), kv_dtype="fp8") for p in CONTEXTS]
-        + [Shape((189440,), s_q=33, kv_dtype="fp8"), Shape((189440,), h_q=64, kv_dtype="fp8"), Shape((189440,) * 8, kv_dtype="fp8")],
+        + [
+            Shape((189440,), s_q=33, kv_dtype="fp8"),
+            Shape((189440,), h_q=64, kv_dtype="fp8"),
+            Shape((189440,) * 8, kv_dtype="fp8"),
+        ],
         "pages": [Shape((p,), page_size=page) for page in (16, 64) for p in (65536, 189440)],
         "smoke": [Shape((4096,)), Shape((65536,)), Shape((16384,), s_q=33)],
     }

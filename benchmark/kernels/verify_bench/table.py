@@ -33,10 +33,21 @@ def cells(data: dict) -> list[tuple[str, ...]]:
         ours = next((r["us_p50"] for r in rows if r["arm"] == "ours"), None)
         for i, r in enumerate(rows):
             ratio = f"{r['us_p50'] / ours:.2f}x" if ours else "-"
-            out.append((
-                shape if i == 0 else "", r["arm"], _us(r["us_p20"]), _us(r["us_p50"]), _us(r["us_p80"]), f"{r['gbps']:,.0f}",
-                _percent(r["gbps"], copy), f"{r['tflops']:.1f}", _percent(r["tflops"], mma), f"{r['error']:.1e}", ratio,
-            ))  # fmt: skip
+            out.append(
+                (
+                    shape if i == 0 else "",
+                    r["arm"],
+                    _us(r["us_p20"]),
+                    _us(r["us_p50"]),
+                    _us(r["us_p80"]),
+                    f"{r['gbps']:,.0f}",
+                    _percent(r["gbps"], copy),
+                    f"{r['tflops']:.1f}",
+                    _percent(r["tflops"], mma),
+                    f"{r['error']:.1e}",
+                    ratio,
+                )
+            )
     return out
 
 
@@ -72,13 +83,16 @@ def show(data: dict) -> None:
         widths = [max(len(r[i]) for r in [COLUMNS, *rows]) for i in range(len(COLUMNS))]
         print(heading(data))
         for r in [COLUMNS, *rows]:
-            print("  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths))).rstrip())
+            padded = [r[i].ljust(w) if i < 2 else r[i].rjust(w) for i, w in enumerate(widths)]
+            print("  ".join(padded).rstrip())
     else:
         table = Table(title=heading(data), title_justify="left")
         for i, name in enumerate(COLUMNS):
             table.add_column(name, justify="left" if i < 2 else "right", no_wrap=True)
         for i, r in enumerate(rows):
-            table.add_row(*r, end_section=i + 1 < len(rows) and rows[i + 1][0] != "", style="bold" if r[1] == "ours" else None)
+            table.add_row(
+                *r, end_section=i + 1 < len(rows) and rows[i + 1][0] != "", style="bold" if r[1] == "ours" else None
+            )
         Console(width=170).print(table)
     for arm, (ratio, count) in geomeans(data["rows"]).items():
         print(f"geomean {arm} / ours: {ratio:.2f}x over {count} shapes")

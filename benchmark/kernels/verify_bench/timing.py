@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time per attention call: one CUDA graph is one step over rotating KV pools, replayed; the eager form for what cannot be captured."""
+"""Time per attention call: a CUDA graph is one step over rotating KV pools; eager where capture is impossible."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def percentile(values: list[float], fraction: float) -> float:
 
 
 def summarize(samples: list[float], calls: int, graph: bool) -> Timing:
-    return Timing(percentile(samples, 0.2), statistics.median(samples), percentile(samples, 0.8), calls, len(samples), graph)
+    return Timing(
+        percentile(samples, 0.2), statistics.median(samples), percentile(samples, 0.8), calls, len(samples), graph
+    )
 
 
 def plan_calls(call_us: float, layers: int) -> int:
@@ -48,8 +50,15 @@ def plan_replays(sample_us: float, budget_ms: float) -> int:
     return max(MIN_REPLAYS, min(MAX_REPLAYS, int(budget_ms * 1e3 / max(sample_us, 1e-3))))
 
 
-def measure(run: Callable[[int], None], layers: int, device: torch.device, *, begin_step: Callable[[], None] | None = None,
-            graph: bool = True, budget_ms: float = 250.0) -> Timing:  # fmt: skip
+def measure(
+    run: Callable[[int], None],
+    layers: int,
+    device: torch.device,
+    *,
+    begin_step: Callable[[], None] | None = None,
+    graph: bool = True,
+    budget_ms: float = 250.0,
+) -> Timing:
     """`run(layer)` is one call; `begin_step()` is what happens once a step and is part of the time."""
     step = begin_step or (lambda: None)
     if device.type != "cuda":

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer's FA2 paged MLA attention, in the configuration it picks on this card and in the one it picks with 100 KB of shared
-memory a multiprocessor (sm_120). It has no tree mask, so it is checked with all rows visible. Its host planning is not timed."""
+"""FlashInfer's FA2 paged MLA attention, as it configures itself on this card and with 100 KB of shared memory.
+
+The second is what sm_120 gets. It has no tree mask, so it is checked with all rows visible. Its host planning is not
+timed.
+"""
 
 from __future__ import annotations
 
@@ -46,20 +49,40 @@ class FlashInfer(Arm):
         plan = (ctypes.c_int64 * PLAN_WORDS)()
         checked(
             lib.flashinfer_mla_plan(
-                pointer(qo_indptr), pointer(kv_indptr), pointer(kv_len), s.bs, s.h_q, pointer(float_ws), ctypes.c_int64(FLOAT_WORKSPACE),
-                pointer(int_ws), pointer(pinned), ctypes.c_int64(INT_WORKSPACE), plan, current_stream(),
+                pointer(qo_indptr),
+                pointer(kv_indptr),
+                pointer(kv_len),
+                s.bs,
+                s.h_q,
+                pointer(float_ws),
+                ctypes.c_int64(FLOAT_WORKSPACE),
+                pointer(int_ws),
+                pointer(pinned),
+                ctypes.c_int64(INT_WORKSPACE),
+                plan,
+                current_stream(),
             )
-        )  # fmt: skip
+        )
         torch.cuda.synchronize()
         fp8 = int(s.kv_dtype == "fp8")
 
         def run(layer: int) -> None:
             checked(
                 lib.flashinfer_mla_run(
-                    fp8, plan, float_ws.data_ptr(), int_ws.data_ptr(), problem.q.data_ptr(), problem.kv[layer].data_ptr(),
-                    kv_indices.data_ptr(), out.data_ptr(), s.h_q, problem.sm_scale, 1.0, current_stream(),
+                    fp8,
+                    plan,
+                    float_ws.data_ptr(),
+                    int_ws.data_ptr(),
+                    problem.q.data_ptr(),
+                    problem.kv[layer].data_ptr(),
+                    kv_indices.data_ptr(),
+                    out.data_ptr(),
+                    s.h_q,
+                    problem.sm_scale,
+                    1.0,
+                    current_stream(),
                 )
-            )  # fmt: skip
+            )
 
         run.keep = (pinned,)  # the graph's copies of pointers do not keep tensors alive; this closure does
         return Prepared(run, out)

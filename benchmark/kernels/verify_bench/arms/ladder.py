@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The case study's ladder: a plain kernel per (query row, KV split), with 16 and 64 splits by 32-bit loads, then by 128-bit loads."""
+"""The case study's ladder, a plain kernel per (query row, KV split): 16 splits, 64 splits, then 128-bit loads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ class Ladder(Arm):
     def prepare(self, problem: Problem) -> Prepared:
         need_cuda(problem)
         lib = load_native(self.context, "ladder")
-        lib.ladder_run.argtypes = [ctypes.c_int] * 2 + [ctypes.c_void_p] * 8 + [ctypes.c_int] * 3 + [ctypes.c_float, ctypes.c_void_p]
+        lib.ladder_run.argtypes = (
+            [ctypes.c_int] * 2 + [ctypes.c_void_p] * 8 + [ctypes.c_int] * 3 + [ctypes.c_float, ctypes.c_void_p]
+        )
         s, device = problem.shape, problem.device
         out = problem.new_out()
         rows = s.s_q * s.h_q
@@ -32,10 +34,22 @@ class Ladder(Arm):
 
         def run(layer: int) -> None:
             code = lib.ladder_run(
-                self.vector, self.splits, problem.q.data_ptr(), problem.kv[layer].data_ptr(), problem.kv_indptr.data_ptr(),
-                problem.kv_indices.data_ptr(), problem.mask_words.data_ptr(), partial.data_ptr(), max_sum.data_ptr(), out.data_ptr(),
-                s.bs, s.s_q, s.h_q, problem.sm_scale, current_stream(),
-            )  # fmt: skip
+                self.vector,
+                self.splits,
+                problem.q.data_ptr(),
+                problem.kv[layer].data_ptr(),
+                problem.kv_indptr.data_ptr(),
+                problem.kv_indices.data_ptr(),
+                problem.mask_words.data_ptr(),
+                partial.data_ptr(),
+                max_sum.data_ptr(),
+                out.data_ptr(),
+                s.bs,
+                s.s_q,
+                s.h_q,
+                problem.sm_scale,
+                current_stream(),
+            )
             if code:
                 raise RuntimeError(f"{self.name}: CUDA error {code}")
 

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the benchmark's tables into the documents, from the result files.
+
+    python benchmark/report.py                  # every *.md of the repository that has a block python
+    benchmark/report.py --check          # change nothing; exit 1 when a document is not what its result file gives
+    python benchmark/report.py FILE.md ...
+
+A block in a document names a table and a result file (relative to the repository):
+
+    <!-- results: context benchmark/results/h200/mla_tree_verify.json -->
+    anything here is replaced
+    <!-- /results -->
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path.insert(0, str(HERE / "kernels"))
+
+import arithmetic_sm120  # noqa: E402
+from verify_bench import results, table  # noqa: E402
+from verify_bench.shapes import Shape  # noqa: E402
+
+OPEN = re.compile(r"^<!-- results: (?P<table>\S+) (?P<file>\S+) -->$")
+CLOSE = "<!-- /results -->"
+SKIPPED_FOLDERS = {".git", "build", "bundle", "out", "node_modules", ".venv"}
+LABELS = {
+    "ours": "ours",
+    "triton_extend": "Triton extend",
+    "triton_decode": "Triton decode*",
+    "flashinfer_full": "FlashInfer*",
+    "flashinfer_100k": "FlashInfer 100 KB*",
+    "ladder_32bit_s16": "32-bit, 16 splits",
+    "ladder_32bit_s64": "32-bit, 64 splits",
+    "ladder_128bit_s64": "128-bit, 64 splits",
+    "torch_reference": "torch fp32",
+}
+
+
+class ReportError(Exception):
+    pass
+
+
+def us(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def ratio(value: float | None, ours: float | None) -> str:
+    if value is None or not ours:
+        return "-"
+    return f"{value / ours:.0f}x" if value / ours >= 10 else f"{value / ours:.1f}x"
+
+
+def markdown(columns: list[str], rows: list[list[str]]) -> str:
+    align = ["---"] + ["---:"] * (len(columns) - 1)
+    return "\n".join("| " + " | ".join(r) + " |" for r in [columns, align, *rows])
+
+
+def by_shape(data: dict) -> dict[Shape, dict[str, dict]]:
+    """shape -> arm -> row, in the order of the file."""
+    found: dict[Shape, dict[str, dict]] = {}
+    for r in data["rows"]:
+        found.setdefault(results.shape_of(r), {})[r["arm"]] = r
+    return found
+
+
+def select(data: dict, keep: Callable[[Shape], bool], arms: tuple[str, ...]) -> list[tuple[Shape, dict[str, dict]]]:
+    chosen = [(s, rows) for s, rows in by_shape(data).items() if keep(s) and any(a in rows for a in arms)]
+    if not chosen:
+        raise ReportError("no row of the result file belongs in this table")
+    return chosen
+
+
+def p50(rows: dict[str, dict], arm: str) -> float | None:
+    return rows[arm]["us_p50"] if arm in rows else None
+
+
+def is_base(s: Shape) -> bool:
+    return (s.bs, s.s_q, s.h_q, s.kv_dtype, s.page_size) == (1, 9, 8, "bf16", 1)
+
+
+def percent_of(data: dict, key: str, value: float) -> str:
+    ceiling = data["header"]["ceilings"].get(key)
+    return f"{100 * value / ceiling:.0f}" if ceiling else "-"
+
+
+def context(data: dict) -> str:
+    arms = ("triton_extend", "triton_decode", "flashinfer_full", "flashinfer_100k", "ours")
+    rows = []
+    for shape, r in select(data, is_base, arms):
+        ours = p50(r, "ours")
+        gbps = r["ours"]["gbps"] if ours else None
+        rows.append(
+            [f"{shape.prefix:,}"]
+            + [us(p50(r, a)) for a in arms]
+            + [f"{gbps:,.0f}" if gbps else "-", percent_of(data, "copy_gbps", gbps) if gbps else "-"]
+            + [ratio(p50(r, a), ours) for a in ("triton_extend", "flashinfer_100k")]
+        )
+    return markdown(
+        ["prefix", *(LABELS[a] for a in arms), "GB/s", "% copy", "vs Triton extend", "vs FlashInfer 100 KB"], rows
+    )
+
+
+def shapes(data: dict) -> str:
+    arms = ("triton_extend", "triton_decode", "flashinfer_full", "flashinfer_100k", "ours")
+    rows = []
+    for shape, r in select(data, lambda s: not is_base(s) and s.kv_dtype == "bf16" and s.page_size == 1, arms):
+        ours = p50(r, "ours")
+        lengths = (
+            " + ".join(f"{shape.prefixes.count(p)} x {p:,}" for p in dict.fromkeys(shape.prefixes))
+            if shape.ragged
+            else f"{shape.prefix:,}"
+        )
+        rows.append(
+            [f"{shape.bs}, {shape.s_q}, {shape.h_q}", lengths]
+            + [us(p50(r, a)) for a in arms]
+            + [
+                f"{r['ours']['tflops']:.0f}" if ours else "-",
+                percent_of(data, "mma_tflops", r["ours"]["tflops"]) if ours else "-",
+            ]
+            + [ratio(p50(r, a), ours) for a in ("triton_extend", "flashinfer_full", "flashinfer_100k")]
+        )
+    columns = [
+        "bs, q, h",
+        "prefix",
+        *(LABELS[a] for a in arms),
+        "TFLOP/s",
+        "% MMA",
+        "vs Triton extend",
+        "vs FlashInfer",
+        "vs FlashInfer 100 KB",
+    ]
+    return markdown(columns, rows)
+
+
+def ladder(data: dict) -> str:
+    arms = ("torch_reference", "ladder_32bit_s16", "ladder_32bit_s64", "ladder_128bit_s64", "ours")
+    rows = [
+        [f"{s.prefix:,}"] + [us(p50(r, a)) for a in arms] + [ratio(p50(r, "ladder_128bit_s64"), p50(r, "ours"))]
+        for s, r in select(data, is_base, arms)
+    ]
+    return markdown(["prefix", *(LABELS[a] for a in arms), "vs the last rung"], rows)
+
+
+def _against_base(
+    data: dict, keep: Callable[[Shape], bool], change: Callable[[Shape], Shape], names: tuple[str, str]
+) -> str:
+    found = by_shape(data)
+    rows = []
+    for shape, r in select(data, keep, ("ours",)):
+        base = p50(found.get(change(shape), {}), "ours")
+        ours = p50(r, "ours")
+        label = [f"{shape.bs}, {shape.s_q}, {shape.h_q}", f"{shape.prefix:,}", shape.kv_dtype, str(shape.page_size)]
+        rows.append([*label, us(base), us(ours), f"{base / ours:.2f}x" if base else "-", f"{r['ours']['gbps']:,.0f}"])
+    return markdown(["bs, q, h", "prefix", "KV", "page", names[0], names[1], "speed", "GB/s"], rows)
+
+
+def fp8(data: dict) -> str:
+    return _against_base(
+        data,
+        lambda s: s.kv_dtype == "fp8",
+        lambda s: Shape(s.prefixes, s.s_q, s.h_q, "bf16", s.page_size),
+        ("bf16 KV", "fp8 KV"),
+    )
+
+
+def pages(data: dict) -> str:
+    return _against_base(
+        data,
+        lambda s: s.page_size > 1,
+        lambda s: Shape(s.prefixes, s.s_q, s.h_q, s.kv_dtype, 1),
+        ("page 1", "whole pages"),
+    )
+
+
+def arithmetic(data: dict) -> str:
+    return markdown(*arithmetic_sm120.report_table(data))
+
+
+RATES = (
+    ("copy_gbps", "copy", "GB/s"),
+    ("read_gbps", "read", "GB/s"),
+    ("l2_read_gbps", "L2 read", "GB/s"),
+    ("mma_tflops", "mma.sync bf16", "TFLOP/s"),
+)
+
+
+def header(data: dict) -> str:
+    h = data["header"]
+    gpu, rates = h["gpu"] or {}, h["ceilings"]
+    card = [gpu.get("name", h["device"])]
+    card += [
+        f"{label} {gpu[key]}"
+        for key, label in (("driver_version", "driver"), ("power_limit", "power limit"))
+        if key in gpu
+    ]
+    if "sms" in gpu:
+        card.insert(1, f"{gpu['sms']} SMs")
+    if "clocks_sm" in gpu:
+        card.append(f"SM clock {gpu['clocks_sm']} right after the probes")
+    lines = [f"{', '.join(card)}; {h['date'][:10]}, commit {h['commit'][:12]}."]
+    measured = [f"{label} {rates[key]:,.0f} {unit}" for key, label, unit in RATES if rates.get(key)]
+    if measured:
+        lines.append(f"Measured in the same process: {', '.join(measured)}.")
+    lines.append(f"Versions: {', '.join(f'{name} {v}' for name, v in h['versions'].items() if v)}.")
+    return "\n".join(lines)
+
+
+def geomeans(data: dict) -> str:
+    rows = [[LABELS[arm], f"{value:.2f}x", str(count)] for arm, (value, count) in table.geomeans(data["rows"]).items()]
+    return markdown(["arm", "time over ours, geometric mean", "shapes"], rows)
+
+
+TABLES: dict[str, Callable[[dict], str]] = {
+    f.__name__: f for f in (header, context, shapes, ladder, fp8, pages, arithmetic, geomeans)
+}
+
+
+def render(text: str, load: Callable[[str], dict], where: str) -> str:
+    """The document with every block filled in."""
+    out: list[str] = []
+    lines = text.split("\n")
+    i = 0
+    while i < len(lines):
+        out.append(lines[i])
+        m = OPEN.match(lines[i])
+        if not m:
+            if lines[i].startswith("<!-- results:"):
+                raise ReportError(f"{where}:{i + 1}: expected '<!-- results: TABLE FILE -->', got '{lines[i]}'")
+            i += 1
+            continue
+        try:
+            end = next(j for j in range(i + 1, len(lines)) if lines[j] == CLOSE or OPEN.match(lines[j]))
+        except StopIteration:
+            end = i
+        if lines[end] != CLOSE:
+            raise ReportError(f"{where}:{i + 1}: no '{CLOSE}' after this block's start")
+        if m["table"] not in TABLES:
+            raise ReportError(f"{where}:{i + 1}: no table '{m['table']}'; there are {', '.join(TABLES)}")
+        try:
+            body = TABLES[m["table"]](load(m["file"]))
+        except (OSError, ValueError, ReportError) as e:
+            raise ReportError(f"{where}:{i + 1}: {m['table']}: {e}") from e
+        out += [body, CLOSE]
+        i = end + 1
+    return "\n".join(out)
+
+
+def documents(root: Path) -> list[Path]:
+    found = []
+    for path in sorted(root.rglob("*.md")):
+        if not SKIPPED_FOLDERS & set(path.relative_to(root).parts) and "<!-- results:" in path.read_text():
+            found.append(path)
+    return found
+
+
+def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", type=Path, help="documents (default: every *.md with a block)")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a document is out of date")
+    args = parser.parse_args(argv)
+    stale = 0
+    cache: dict[str, dict] = {}
+
+    def load(name: str) -> dict:
+        if name not in cache:
+            cache[name] = results.load(root / name)
+        return cache[name]
+
+    for path in args.files or documents(root):
+        old = path.read_text()
+        try:
+            new = render(old, load, str(path))
+        except ReportError as e:
+            print(f"report: {e}", file=sys.stderr)
+            return 2
+        if new == old:
+            continue
+        if args.check:
+            stale += 1
+            sys.stdout.writelines(
+                difflib.unified_diff(
+                    old.splitlines(True), new.splitlines(True), f"{path} (in the tree)", f"{path} (from the results)"
+                )
+            )
+        else:
+            path.write_text(new)
+            print(f"wrote {path}")
+    if stale:
+        print(f"report: {stale} document(s) differ from the results; run python benchmark/report.py", file=sys.stderr)
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one command for a GPU host, with a stand-in for Python that records what it was asked to run."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmark" / "run_gpu.sh"
+
+
+@pytest.fixture
+def run(tmp_path):
+    log = tmp_path / "calls"
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/bash\necho "PYTHONPATH=$PYTHONPATH $*" >> {log}\n'
+        'for w in $FAIL_ON; do [[ "$*" == *$w* ]] && exit 3; done\necho ran\n'
+    )
+    sanitizer = tmp_path / "bin" / "compute-sanitizer"
+    sanitizer.parent.mkdir()
+    sanitizer.write_text(f'#!/bin/bash\necho "sanitizer $*" >> {log}\n')
+    for f in (python, sanitizer):
+        f.chmod(0o755)
+    bundle = tmp_path / "bundle"
+    bundle.mkdir()
+    (bundle / "COMMIT").write_text("abc123\n")
+
+    def call(*args, fail_on="", path=f"{sanitizer.parent}:{os.environ['PATH']}"):
+        log.write_text("")
+        environment = {**os.environ, "PYTHON": str(python), "FAIL_ON": fail_on, "PATH": path, "PYTHONPATH": ""}
+        command = ["/bin/bash", str(SCRIPT), "--out", str(tmp_path / "out"), *args]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        return done, log.read_text().splitlines()
+
+    call.bundle, call.out = bundle, tmp_path / "out"
+    return call
+
+
+def test_all_steps_in_order(run):
+    done, calls = run("--bundle", str(run.bundle))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"PYTHONPATH={run.bundle}/site" in calls[0] and "-m pytest" in calls[0] and "test/kernels -m gpu" in calls[0]
+    assert (
+        "bench_mla_tree_verify.py" in calls[1]
+        and f"--native {run.bundle}/native" in calls[1]
+        and "--commit abc123" in calls[1]
+    )
+    assert [c.split()[2] for c in calls[2:6]] == ["memcheck", "racecheck", "initcheck", "synccheck"]
+    assert all("--check-only" in c and "--arms ours" in c for c in calls[2:6])
+    assert "plot_mla_tree_verify.py" in calls[6]
+    assert {p.name for p in run.out.iterdir()} >= {"test.log", "bench.log", "plot.log", "sanitize-racecheck.log"}
+
+
+def test_a_failed_step_fails_the_run_but_not_the_rest(run):
+    done, calls = run("--bundle", str(run.bundle), "test", "bench", fail_on="test/kernels")
+    assert (
+        done.returncode == 1
+        and len(calls) == 2
+        and "== test: exit code 3" in done.stdout
+        and "== bench: exit code 0" in done.stdout
+    )
+
+
+def test_benchmark_arguments_are_passed_on(run):
+    _, calls = run("--bundle", str(run.bundle), "bench", "--", "--shapes", "smoke")
+    assert len(calls) == 1 and calls[0].endswith("--shapes smoke")
+
+
+def test_no_sanitizer_is_a_failure(run):
+    done, _ = run("--bundle", str(run.bundle), "sanitize", path="/usr/bin:/bin")
+    assert done.returncode == 1 and "no compute-sanitizer" in done.stdout
+
+
+@pytest.mark.parametrize("args", [("nonsense",), ("--bundle", "/no/such/folder")])
+def test_bad_arguments(run, args):
+    assert run(*args)[0].returncode == 2
+
+
+def test_help(run):
+    done, calls = run("--help")
+    assert done.returncode == 0 and "run_gpu.sh [--bundle DIR]" in done.stdout and not calls

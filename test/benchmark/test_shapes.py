@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+from verify_bench import shapes
+from verify_bench.shapes import Shape, parse_shape
+
+
+@pytest.mark.parametrize("shape", shapes.select(list(shapes.GROUPS), []))
+def test_text_form_round_trips(shape):
+    assert parse_shape(str(shape)) == shape
+
+
+def test_defaults_and_ragged():
+    assert parse_shape("prefix=4096") == Shape((4096,))
+    assert parse_shape("bs=4,q=17,h=16,prefix=1024,kv=fp8,page=64") == Shape((1024,) * 4, 17, 16, "fp8", 64)
+    ragged = parse_shape("prefix=185000+1000+0")
+    assert (ragged.bs, ragged.prefix, ragged.ragged, ragged.tokens) == (3, 185000, True, 186000 + 3 * 9)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prefix", "got 'prefix'"),
+        ("length=5", "got 'length=5'"),
+        ("prefix=x", "invalid literal"),
+        ("bs=2,prefix=1+2+3", "lists 3 requests"),
+        ("prefix=-1", "lengths >= 0"),
+        ("q=0", "q=0"),
+        ("kv=int8", "bf16, fp8"),
+        ("page=24", "power of two"),
+    ],
+)
+def test_bad_text_says_what_is_wrong(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_shape(text)
+
+
+def test_default_groups_hold_what_the_tables_need():
+    chosen = set(shapes.select(list(shapes.DEFAULT_GROUPS), []))
+    assert {Shape((p,)) for p in (1024, 4096, 16384, 65536, 131072, 189440)} <= chosen
+    assert {Shape((189440,), s_q=q) for q in (1, 17, 33, 65)} <= chosen
+    assert {Shape((189440,), h_q=h) for h in (16, 64, 128)} <= chosen
+    assert {Shape((189440,) * bs) for bs in (4, 8)} | {Shape((189440,) + (1024,) * 7)} <= chosen
+    assert {Shape((189440,), page_size=p) for p in (16, 64)} <= chosen
+    assert Shape((189440,), kv_dtype="fp8") in chosen
+
+
+def test_select_keeps_order_and_drops_repeats():
+    assert shapes.select(["context"], ["prefix=1024", "prefix=77"]) == [*shapes.GROUPS["context"], Shape((77,))]
