@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator's kit: ``python -m sglang.kdtree doctor | plan | bench | probe``."""

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode speed against context length, one request at a time, over a streaming API."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Any
+
+from sglang.kdtree.bench.client import (
+    Client,
+    ServerFacts,
+    add_server_arguments,
+    client_from,
+)
+from sglang.kdtree.bench.measure import Measurement, measure, summarise
+from sglang.kdtree.bench.text import KINDS, Source, build_prompt, load_source, nonce_for
+from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError
+from sglang.kdtree.result import Result
+
+DEFAULT_CONTEXTS = "1k,4k,16k,32k,64k,128k,185k,200k"
+# A prompt whose first tokens were in a cache measures the cache, not the prefill. A few tokens
+# are shared by every prompt: the beginning of the sequence and of a chat template.
+TOLERATED_CACHED_TOKENS = 64
+LOOP_DISTINCT_4GRAMS = 0.3
+# How often and how near the length of a prompt is corrected with the server's tokenizer.
+REFINEMENTS = 3
+CLOSE_ENOUGH = 0.01
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_server_arguments(parser)
+    add = parser.add_argument
+    add(
+        "--contexts",
+        default=DEFAULT_CONTEXTS,
+        help="prompt lengths in tokens, k = 1000 (default: %(default)s)",
+    )
+    add(
+        "--text",
+        action="append",
+        choices=KINDS,
+        help="what to read; repeat for several (default: code and prose)",
+    )
+    add(
+        "--output-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens to decode (default: %(default)s)",
+    )
+    add(
+        "--repeats",
+        type=int,
+        default=3,
+        metavar="N",
+        help="different prompts of each length (default: %(default)s)",
+    )
+    add("--temperature", type=float, default=0.0, help="default: %(default)s")
+    add(
+        "--seed", type=int, default=0, help="chooses the prompts (default: %(default)s)"
+    )
+    add(
+        "--nonce",
+        default="",
+        help="fix the first line of the prompts, which otherwise differs in every run so that no prefix cache can help",
+    )
+    add("--label", default="", help="a name for this run in tables and plots")
+    add(
+        "--plot",
+        type=Path,
+        metavar="PNG",
+        help="also draw decode speed and step time against context",
+    )
+
+
+def parse_contexts(text: str) -> list[int]:
+    contexts = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)(k?)\s*", part)
+        if not match or float(match[1]) <= 0:
+            raise KitError(
+                what="--contexts",
+                expected="numbers of tokens such as 1k,16k,185000",
+                got=repr(part),
+                remedy="Separate them by commas; k stands for 1000.",
+            )
+        contexts.append(round(float(match[1]) * (1000 if match[2] else 1)))
+    return contexts
+
+
+def require_at_least(argument: str, value: int, least: int) -> None:
+    if value < least:
+        raise KitError(
+            what=argument,
+            expected=f"at least {least}",
+            got=str(value),
+            remedy="Ask for more.",
+        )
+
+
+def run(args: argparse.Namespace, console: Any) -> Result:
+    require_at_least("--output-tokens", args.output_tokens, 8)
+    require_at_least("--repeats", args.repeats, 1)
+    contexts = parse_contexts(args.contexts)
+    args.nonce = args.nonce or secrets.token_hex(8)
+    kinds = args.text or ["code", "prose"]
+    client = client_from(args, os.environ)
+    facts = client.facts()
+    rows, skipped = sweep(client, facts, contexts, kinds, args, console)
+    data = {
+        "label": args.label,
+        "server": facts.public(),
+        "settings": {
+            "contexts": contexts,
+            "texts": kinds,
+            "output_tokens": args.output_tokens,
+            "repeats": args.repeats,
+            "temperature": args.temperature,
+            "seed": args.seed,
+            "nonce": args.nonce,
+        },
+        "rows": rows,
+        "skipped": skipped,
+        "warnings": findings(rows, repeats=args.repeats),
+    }
+    result = Result(
+        verb="bench-longctx",
+        data=data,
+        exit_code=EXIT_FINDING if skipped or data["warnings"] else EXIT_OK,
+    )
+    if args.plot:
+        from sglang.kdtree.bench.plot import plot_runs
+
+        plot_runs([result.document()], args.plot)
+    return result
+
+
+def sweep(
+    client: Client, facts: ServerFacts, contexts, kinds, args, console
+) -> tuple[list[dict], list[dict]]:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    rows, skipped = [], []
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(kinds) * len(contexts) * args.repeats)
+        for kind in kinds:
+            prompts = PromptMaker(
+                client, load_source(kind), seed=args.seed, run=args.nonce
+            )
+            for context in contexts:
+                limit = facts.max_model_len
+                if limit and context + args.output_tokens > limit:
+                    skipped.append(
+                        {
+                            "text": kind,
+                            "context": context,
+                            "why": _over_limit(context, args.output_tokens, limit),
+                        }
+                    )
+                    progress.advance(task, args.repeats)
+                    continue
+                repeats = []
+                for repeat in range(args.repeats):
+                    progress.update(task, description=f"{kind} {context:,} tokens")
+                    repeats.append(_one(client, prompts, context, repeat, args))
+                    progress.advance(task)
+                rows.append(summarise(kind, context, repeats))
+    return rows, skipped
+
+
+def _over_limit(context: int, output_tokens: int, limit: int) -> str:
+    return f"{context} + {output_tokens} tokens exceed the server's context length of {limit}"
+
+
+def _one(
+    client: Client, prompts: PromptMaker, context: int, repeat: int, args
+) -> Measurement:
+    prompt = prompts.make(context, repeat=repeat)
+    reply = client.stream(
+        prompt, max_tokens=args.output_tokens, temperature=args.temperature
+    )
+    prompts.learn(len(prompt), reply.prompt_tokens)
+    return measure(reply)
+
+
+class PromptMaker:
+    """Makes prompts of a wanted token count by learning from the server how many characters a token has."""
+
+    def __init__(self, client: Client, source: Source, *, seed: int, run: str):
+        self.client = client
+        self.source = source
+        self.seed = seed
+        self.run = run
+        self.characters_per_token: float | None = None
+
+    def make(self, tokens: int, *, repeat: int) -> str:
+        if self.characters_per_token is None:
+            sample = self.source.window(start=0, length=2000)
+            self.learn(len(sample), self._count(sample))
+        nonce = nonce_for(
+            run=self.run, kind=self.source.kind, context=tokens, repeat=repeat
+        )
+        prompt = self._build(tokens, repeat, nonce)
+        for _ in range(REFINEMENTS):
+            counted = self.client.count_tokens(prompt)
+            if counted is None or abs(counted - tokens) <= CLOSE_ENOUGH * tokens:
+                break
+            self.learn(len(prompt), counted)
+            prompt = self._build(tokens, repeat, nonce)
+        return prompt
+
+    def _build(self, tokens: int, repeat: int, nonce: str) -> str:
+        characters = max(40, round(tokens * self.characters_per_token))
+        return build_prompt(
+            self.source,
+            characters=characters,
+            seed=self.seed,
+            repeat=repeat,
+            nonce=nonce,
+        )
+
+    def _count(self, sample: str) -> int | None:
+        counted = self.client.count_tokens(sample)
+        if counted is None:
+            counted = self.client.stream(
+                sample, max_tokens=1, temperature=0.0
+            ).prompt_tokens
+        return counted
+
+    def learn(self, characters: int, tokens: int | None) -> None:
+        if not tokens:
+            raise KitError(
+                what=f"{self.client.url} ({self.client.api})",
+                expected="prompt_tokens in the answer",
+                got=repr(tokens),
+                remedy="The server must report usage in its stream.",
+            )
+        self.characters_per_token = characters / tokens
+
+
+def findings(rows: list[dict], *, repeats: int) -> list[str]:
+    found = []
+    for row in rows:
+        where = f"{row['text']} at {row['context']:,}"
+        if (row["cached_tokens"] or 0) > TOLERATED_CACHED_TOKENS:
+            found.append(
+                f"{where}: {row['cached_tokens']} prompt tokens came from a cache: the prefill speed is not one"
+            )
+        distinct = row["distinct_4grams"]
+        if (
+            row["text"] != "phrase"
+            and distinct is not None
+            and distinct < LOOP_DISTINCT_4GRAMS
+        ):
+            found.append(
+                f"{where}: only {distinct:.0%} of the answer's 4-grams differ: a loop, its accept length flatters"
+            )
+    return found
+
+
+def render(result: Result, console: Any) -> None:
+    data = result.data
+    server = data["server"]
+    console.print(
+        f"{server['model']} on {server['url']}: {server['engine']} {server['version'] or ''}, "
+        f"{server['attention_backend'] or 'backend unknown'}, {server['speculative_algorithm'] or 'no speculation reported'}",
+        markup=False,
+    )
+    console.print(rows_table(data["rows"]))
+    for row in data["skipped"]:
+        console.print(
+            f"skipped: {row['text']} at {row['context']:,}: {row['why']}",
+            style="yellow",
+            markup=False,
+        )
+    for text in data["warnings"]:
+        console.print(f"WARN {text}", style="yellow", markup=False)
+
+
+def rows_table(rows: list[dict]) -> Any:
+    from rich.table import Table
+
+    table = Table(title="p50 (p90)")
+    for name in (
+        "text",
+        "prompt tokens",
+        "prefill tok/s",
+        "decode tok/s",
+        "step ms",
+        "tokens a step",
+        "distinct 4-grams",
+    ):
+        table.add_column(name, justify="left" if name == "text" else "right")
+    for row in rows:
+        table.add_row(
+            row["text"],
+            f"{row['prompt_tokens']:,}",
+            _pair(row["prefill_tok_s"], 0),
+            _pair(row["decode_tok_s"], 1),
+            _pair(row["step_ms"], 2),
+            _pair(row["accept_length"], 2),
+            "-" if row["distinct_4grams"] is None else f"{row['distinct_4grams']:.2f}",
+        )
+    return table
+
+
+def _pair(value: dict[str, float], digits: int) -> str:
+    return f"{value['p50']:,.{digits}f} ({value['p90']:,.{digits}f})"

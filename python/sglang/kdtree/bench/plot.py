@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode speed and step time against context, one line per run and text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang.kdtree.optional import figure_module
+
+
+def plot_runs(documents: Sequence[dict[str, Any]], path: Path) -> None:
+    pyplot = figure_module()
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
+    for index, document in enumerate(documents):
+        label = (
+            document["label"]
+            or document["server"]["attention_backend"]
+            or f"run {index + 1}"
+        )
+        for kind in document["settings"]["texts"]:
+            rows = sorted(
+                (r for r in document["rows"] if r["text"] == kind),
+                key=lambda r: r["prompt_tokens"],
+            )
+            contexts = [row["prompt_tokens"] for row in rows]
+            for axis, key in zip(axes, ("decode_tok_s", "step_ms"), strict=True):
+                axis.plot(
+                    contexts,
+                    [row[key]["p50"] for row in rows],
+                    marker="o",
+                    label=f"{label}, {kind}",
+                )
+    for axis, title in zip(
+        axes, ("decode, tokens/s (p50)", "step, ms (p50)"), strict=True
+    ):
+        axis.set(title=title, xlabel="context, tokens", xscale="log", yscale="log")
+        axis.grid(True, which="both", alpha=0.3)
+    axes[0].legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)

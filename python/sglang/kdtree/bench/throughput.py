@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Throughput is measured by SGLang's own serving benchmark; this verb only hands over."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from typing import Any
+
+from sglang.kdtree.errors import EXIT_OK, EXIT_UNUSABLE
+from sglang.kdtree.result import Result
+
+UPSTREAM_MODULE = "sglang.benchmark.serving"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        metavar="-- ARGUMENTS",
+        help=f"arguments of {UPSTREAM_MODULE}",
+    )
+
+
+def command_line(arguments: list[str]) -> list[str]:
+    rest = arguments[1:] if arguments[:1] == ["--"] else arguments
+    return [sys.executable, "-m", UPSTREAM_MODULE, *rest]
+
+
+def run(args: argparse.Namespace, console: Any) -> Result:
+    command = command_line(args.arguments)
+    console.print(" ".join(command), style="dim", markup=False)
+    # Upstream's report goes to stderr with --json, so that stdout stays one document.
+    status = subprocess.run(
+        command, check=False, stdout=sys.stderr if args.json else None
+    ).returncode
+    data = {"command": command, "returncode": status}
+    return Result(
+        verb="bench-throughput",
+        data=data,
+        exit_code=EXIT_OK if status == 0 else EXIT_UNUSABLE,
+    )
+
+
+def render(result: Result, console: Any) -> None:
+    if result.data["returncode"]:
+        console.print(
+            f"{UPSTREAM_MODULE} ended with status {result.data['returncode']}",
+            style="red",
+        )

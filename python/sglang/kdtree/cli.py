@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Argument parsing and dispatch. A verb is a module with add_arguments, run and render."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang.kdtree.errors import EXIT_UNUSABLE, KitError
+from sglang.kdtree.optional import require
+from sglang.kdtree.result import Result, dump_json, write_json
+
+# verb -> (module, one line for --help)
+VERBS = {
+    ("doctor",): (
+        "sglang.kdtree.doctor.verb",
+        "check this machine and this installation",
+    ),
+    ("plan",): (
+        "sglang.kdtree.plan.verb",
+        "memory arithmetic and launch command for a model and a machine",
+    ),
+    ("bench", "longctx"): (
+        "sglang.kdtree.bench.longctx",
+        "decode speed against context length, streaming",
+    ),
+    ("bench", "compare"): (
+        "sglang.kdtree.bench.compare",
+        "two longctx results side by side",
+    ),
+    ("bench", "throughput"): (
+        "sglang.kdtree.bench.throughput",
+        "hand over to SGLang's own serving benchmark",
+    ),
+    ("probe", "commit-length"): (
+        "sglang.kdtree.probe.commit_length",
+        "accept length against context, with a verdict",
+    ),
+    ("probe", "gpu"): (
+        "sglang.kdtree.probe.gpu",
+        "what limits the GPU while it decodes",
+    ),
+    ("probe", "moe"): (
+        "sglang.kdtree.probe.moe",
+        "expert imbalance between ranks, and what would mend it",
+    ),
+    ("probe", "verify"): (
+        "sglang.kdtree.probe.verify",
+        "compare the tree-verify kernel with its reference",
+    ),
+    ("schema",): (
+        "sglang.kdtree.schemas",
+        "print the JSON schema of a verb's --json output",
+    ),
+}
+GROUP_HELP = {
+    "bench": "measure a running server",
+    "probe": "look into a running server or its recordings",
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang.kdtree",
+        description="The operator's kit of the kdtree fork of SGLang.",
+        epilog="Exit codes: 0 all well, 1 a finding, 2 bad input or unreachable server.",
+    )
+    top = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    groups = {}
+    for name, help_text in GROUP_HELP.items():
+        group = top.add_parser(name, help=help_text, description=help_text)
+        groups[name] = group.add_subparsers(
+            dest="sub_verb", metavar="WHAT", required=True
+        )
+    for path, (module_name, help_text) in VERBS.items():
+        parent = groups[path[0]] if len(path) == 2 else top
+        verb_parser = parent.add_parser(path[-1], help=help_text, description=help_text)
+        module = importlib.import_module(module_name)
+        module.add_arguments(verb_parser)
+        verb_parser.add_argument(
+            "--json",
+            action="store_true",
+            help="print one JSON document instead of tables",
+        )
+        verb_parser.add_argument(
+            "--output",
+            type=Path,
+            metavar="FILE",
+            help="also write the JSON document to FILE",
+        )
+        verb_parser.set_defaults(module=module)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    try:
+        rich_console = require("rich.console", needed_for="tables")
+    except KitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_UNUSABLE
+    progress_console = rich_console.Console(stderr=True)
+    try:
+        result: Result = args.module.run(args, progress_console)
+        if args.output:
+            write_json(args.output, result.document())
+    except KitError as error:
+        report_error(error, as_json=args.json, console=progress_console)
+        return EXIT_UNUSABLE
+    except KeyboardInterrupt:
+        progress_console.print("Interrupted.", style="yellow")
+        return 130
+    if args.json:
+        print(dump_json(result.document()))
+    else:
+        args.module.render(result, rich_console.Console())
+    return result.exit_code
+
+
+def report_error(error: KitError, *, as_json: bool, console) -> None:
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    "schema": "sglang.kdtree/error/1",
+                    "exit_code": EXIT_UNUSABLE,
+                    "error": error.to_dict(),
+                }
+            )
+        )
+        return
+    console.print(f"error: {error.what}", style="bold red", markup=False)
+    console.print(f"  expected: {error.expected}", markup=False)
+    console.print(f"  got:      {error.got}", markup=False)
+    console.print(f"  remedy:   {error.remedy}", markup=False)
+    sys.stderr.flush()

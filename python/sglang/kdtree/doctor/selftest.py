@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small computations with known answers: the tree ops, the verify op, and SGLang's prefix-cache core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sglang.kdtree.doctor.check import FAIL, OK, WARN, Finding
+
+
+def tree_core() -> Iterable[Finding]:
+    """Build a tree whose best-first order is known, and walk it.
+
+    Two positions with two candidates each, log-probabilities -1, -2 and -1, -3: the four best
+    paths are a (-1), b (-2), ac (-2), bc (-3); the shorter path wins the tie. Breadth first the
+    nodes are root, a, b, ac, and the fifth is bc.
+    """
+    import torch
+
+    import sgl_kernel_sm120 as kernels
+
+    ids = torch.tensor([[[11, 12], [21, 22]]])
+    log_probs = torch.tensor([[[-1.0, -2.0], [-1.0, -3.0]]])
+    tree = kernels.ddtree_build(torch.tensor([7]), ids, log_probs, 5)
+    expected = [7, 11, 12, 21, 21]
+    if tree.tokens[0].tolist() != expected or tree.parents[0].tolist() != [
+        -1,
+        0,
+        0,
+        1,
+        2,
+    ]:
+        return [
+            _broken(
+                f"tree of tokens {tree.tokens[0].tolist()}, parents {tree.parents[0].tolist()}"
+            )
+        ]
+    target = torch.tensor([[12, 0, 21, 0, 99]])
+    walk = kernels.tree_accept(tree.tokens, tree.parents, target, 3)
+    if walk.path[0].tolist() != [0, 2, 4] or int(walk.bonus[0]) != 99:
+        return [_broken(f"path {walk.path[0].tolist()}, bonus {int(walk.bonus[0])}")]
+    return [
+        Finding(
+            name="tree core",
+            status=OK,
+            detail="best-first tree and acceptance walk as expected",
+        )
+    ]
+
+
+def _broken(got: str) -> Finding:
+    return Finding(
+        name="tree core",
+        status=FAIL,
+        detail=f"wrong result: {got}",
+        remedy="Reinstall sgl-kernel-sm120 and report this.",
+    )
+
+
+def verify_op() -> Iterable[Finding]:
+    """All scores equal: the output is the mean of the values a row may see, which is exact."""
+    import torch
+
+    import sgl_kernel_sm120 as kernels
+
+    visible = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.uint8)
+    kv = torch.zeros(8, 576, dtype=torch.bfloat16)
+    slots = [5, 2, 7, 1]  # one prefix slot, three draft slots
+    for position, slot in enumerate(slots):
+        kv[slot, :512] = float(2**position)
+    out = kernels.mla_tree_verify(
+        torch.zeros(1, 3, 2, 576, dtype=torch.bfloat16),
+        kv,
+        torch.tensor([0, 4]),
+        torch.tensor(slots),
+        sm_scale=1.0,
+        tree_mask=visible[None],
+        mask_layout=kernels.MaskLayout.QLEN,
+    )
+    expected = [(1 + 2) / 2, (1 + 2 + 4) / 3, (1 + 2 + 8) / 3]
+    wanted = torch.tensor(expected).to(torch.bfloat16)
+    if not torch.equal(out[0, :, 0, 0], wanted):
+        return [
+            Finding(
+                name="verify op",
+                status=FAIL,
+                detail=f"means {out[0, :, 0, 0].tolist()} instead of {wanted.tolist()}",
+                remedy="Reinstall sgl-kernel-sm120 and report this.",
+            )
+        ]
+    return [
+        Finding(
+            name="verify op",
+            status=OK,
+            detail="prefix, drafts and tree mask as expected (CPU)",
+        )
+    ]
+
+
+def prefix_cache_core() -> Iterable[Finding]:
+    """Which implementation of the radix tree this Python and torch get."""
+    from sglang.srt.environ import envs
+
+    wanted = envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.get()
+    if wanted != "rust":
+        return [
+            Finding(
+                name="prefix cache",
+                status=OK,
+                detail=f"tree core {wanted}, by environment",
+            )
+        ]
+    try:
+        from sglang.srt.mem_cache.rust_tree_core import mem_cache
+    except ImportError as error:
+        return [
+            Finding(
+                name="prefix cache",
+                status=WARN,
+                detail=f"Python tree core: {error}",
+                remedy="Correct but slower; upstream's wheel bundles the compiled core for some Python versions only.",
+            )
+        ]
+    return [
+        Finding(
+            name="prefix cache",
+            status=OK,
+            detail=f"compiled tree core, {mem_cache.__file__.rsplit('/', 1)[-1]}",
+        )
+    ]

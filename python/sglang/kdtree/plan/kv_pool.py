@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV bytes per token and the size of the KV pool, as SGLang 0.5.23 computes them.
+
+tokens = floor((P * f - R) / c), then down to a whole page, where
+  P  free GPU memory before the weights are loaded (the least of all ranks),
+  f  --mem-fraction-static,
+  R  what is resident when the pool is sized: weights, library workspaces,
+  c  KV bytes per token on one rank (target and drafter).
+The remaining P * (1 - f) is the slack for everything allocated later.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from sglang.kdtree.model_shape import DrafterShape, TargetShape
+
+ELEMENT_BYTES = {"bf16": 2, "fp8": 1}
+
+
+class Accounting(msgspec.Struct, frozen=True, kw_only=True):
+    """How an SGLang version charges the drafter to the KV budget."""
+
+    name: str
+    drafter_kv_by_layers: (
+        bool  # target bytes scaled by layer count instead of the drafter's own
+    )
+    drafter_weights_in_slack: bool  # drafter loaded after the pool was sized
+
+
+ACCOUNTING = {
+    "0.5.23": Accounting(
+        name="0.5.23", drafter_kv_by_layers=False, drafter_weights_in_slack=False
+    ),
+    "layer-scaled": Accounting(
+        name="layer-scaled", drafter_kv_by_layers=True, drafter_weights_in_slack=True
+    ),
+}
+
+
+def target_cell_bytes(shape: TargetShape, *, kv_dtype: str) -> int:
+    """The latent row is whole on every rank: tensor parallelism does not divide it."""
+    return (
+        shape.num_layers
+        * (shape.kv_lora_rank + shape.rope_dim)
+        * ELEMENT_BYTES[kv_dtype]
+    )
+
+
+def drafter_cell_bytes(
+    shape: DrafterShape | None,
+    *,
+    target: TargetShape,
+    target_cell: int,
+    attention_tp: int,
+    kv_dtype: str,
+    accounting: Accounting,
+) -> int:
+    if shape is None:
+        return 0
+    if accounting.drafter_kv_by_layers:
+        scaled = -(
+            -target_cell * (target.num_layers + shape.num_layers) // target.num_layers
+        )
+        return scaled - target_cell
+    heads = max(1, shape.kv_heads // attention_tp)
+    return heads * 2 * shape.head_dim * shape.num_layers * ELEMENT_BYTES[kv_dtype]
+
+
+def pool_tokens(
+    *,
+    free_bytes: int,
+    fraction: float,
+    resident_bytes: int,
+    cell_bytes: float,
+    page_size: int,
+) -> int:
+    budget = max(0, free_bytes * fraction - resident_bytes)
+    return int(budget // cell_bytes) // page_size * page_size
+
+
+def slack_bytes(*, free_bytes: int, fraction: float) -> int:
+    return round(free_bytes * (1 - fraction))
+
+
+def fraction_for_tokens(
+    *, tokens: int, free_bytes: int, resident_bytes: int, cell_bytes: float
+) -> float:
+    return (resident_bytes + tokens * cell_bytes) / free_bytes

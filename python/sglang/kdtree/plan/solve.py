@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluate a wish at a memory fraction, choose the fraction, and look for the nearest wish that fits."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from sglang.kdtree.errors import KitError
+from sglang.kdtree.model_shape import DrafterShape, TargetShape
+from sglang.kdtree.plan import buffers, kv_pool, machine, weights
+from sglang.kdtree.plan.calibrate import Calibration
+
+# The highest fraction that the case study's machine is known to have run with.
+PROVEN_FRACTION = 0.93
+CASE_STUDY_OUT_OF_MEMORY = 0.94
+
+
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
+    target: TargetShape
+    drafter: DrafterShape | None
+    gpu: machine.Gpu
+    gpus: int  # tensor-parallel size
+    attention_dp: int
+    redundant_experts: int
+    context: int
+    concurrency: int
+    max_requests: int
+    chunk: int
+    tree_size: int
+    page_size: int
+    kv_dtype: str
+    backend: str
+    accounting: kv_pool.Accounting
+    reserved_bytes: int
+    calibration: Calibration | None = None
+
+    @property
+    def attention_tp(self) -> int:
+        return self.gpus // self.attention_dp
+
+    @property
+    def heads_per_rank(self) -> int:
+        return max(1, self.target.heads // self.attention_tp)
+
+    @property
+    def requests_per_rank(self) -> int:
+        return math.ceil(self.concurrency / self.attention_dp)
+
+    @property
+    def row_tokens(self) -> int:
+        """Slots that one request may hold: its context and the reserve of two trees, in whole pages."""
+        reserve = 2 * self.tree_size if self.tree_size > 1 else 1
+        return math.ceil((self.context + reserve) / self.page_size) * self.page_size
+
+    @property
+    def wanted_tokens(self) -> int:
+        return self.requests_per_rank * self.row_tokens
+
+
+class Static(msgspec.Struct, frozen=True, kw_only=True):
+    """What does not depend on the fraction."""
+
+    free_bytes: int
+    resident_bytes: int
+    target_cell_bytes: int
+    drafter_cell_bytes: int
+    cell_bytes: float
+    target_parts: list[weights.WeightPart]
+    drafter_parts: list[weights.WeightPart]
+    late: dict[str, int]  # allocated after the pool was sized
+
+    @property
+    def late_bytes(self) -> int:
+        return sum(self.late.values())
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    fraction: float
+    pool_tokens: int
+    slack_bytes: int
+    margin_bytes: int  # slack that nothing has claimed
+    fits: bool
+    reason: str
+
+
+def check_wish(wish: Wish) -> None:
+    limit = wish.target.max_positions
+    if wish.context > limit:
+        raise KitError(
+            what="--context",
+            expected=f"at most {limit}, the model's max_position_embeddings",
+            got=str(wish.context),
+            remedy="Ask for a shorter context.",
+        )
+    if wish.gpus % wish.attention_dp:
+        raise KitError(
+            what="--dp",
+            expected=f"a divisor of --gpus {wish.gpus}",
+            got=str(wish.attention_dp),
+            remedy="Attention data parallelism splits the tensor-parallel group evenly.",
+        )
+    if wish.target.heads % wish.attention_tp:
+        raise KitError(
+            what="--gpus",
+            expected=f"a number of ranks that divides the {wish.target.heads} heads",
+            got=f"{wish.attention_tp} ranks per attention group",
+            remedy="Choose --gpus and --dp accordingly.",
+        )
+
+
+def static_memory(wish: Wish) -> Static:
+    target_parts = weights.target_parts(
+        wish.target,
+        tp=wish.gpus,
+        attention_tp=wish.attention_tp,
+        redundant_experts=wish.redundant_experts,
+    )
+    drafter_parts = (
+        weights.drafter_parts(wish.drafter, tp=wish.gpus) if wish.drafter else []
+    )
+    target_cell = kv_pool.target_cell_bytes(wish.target, kv_dtype=wish.kv_dtype)
+    drafter_cell = kv_pool.drafter_cell_bytes(
+        wish.drafter,
+        target=wish.target,
+        target_cell=target_cell,
+        attention_tp=wish.attention_tp,
+        kv_dtype=wish.kv_dtype,
+        accounting=wish.accounting,
+    )
+    resident = weights.rank_bytes(target_parts)
+    late = late_allocations(wish)
+    if wish.accounting.drafter_weights_in_slack:
+        late["drafter weights"] = weights.rank_bytes(drafter_parts)
+    else:
+        resident += weights.rank_bytes(drafter_parts)
+    free, cell = (
+        wish.gpu.total_bytes - wish.reserved_bytes,
+        float(target_cell + drafter_cell),
+    )
+    if wish.calibration:
+        free = wish.calibration.free_bytes
+        resident = wish.calibration.resident_bytes
+        cell = wish.calibration.cell_bytes
+    return Static(
+        free_bytes=free,
+        resident_bytes=resident,
+        target_cell_bytes=target_cell,
+        drafter_cell_bytes=drafter_cell,
+        cell_bytes=cell,
+        target_parts=target_parts,
+        drafter_parts=drafter_parts,
+        late=late,
+    )
+
+
+def late_allocations(wish: Wish) -> dict[str, int]:
+    batch = math.ceil(wish.max_requests / wish.attention_dp)
+    shape = {
+        "batch": batch,
+        "context": wish.context,
+        "tree_size": wish.tree_size,
+        "heads": wish.heads_per_rank,
+    }
+    if wish.backend == "triton":
+        backend = buffers.triton_buffer_bytes(**shape)
+    else:
+        splits = buffers.kdtree_max_splits(
+            heads=wish.heads_per_rank, tree_size=wish.tree_size, batch=batch
+        )
+        backend = buffers.kdtree_buffer_bytes(**shape, max_splits=splits)
+    return {
+        "prefill activations": buffers.activation_bytes(chunk=wish.chunk),
+        f"{wish.backend} graph and mask buffers": backend,
+        "CUDA graphs": buffers.graph_bytes(batch=batch),
+        "req_to_token": buffers.row_table_bytes(
+            max_requests=batch,
+            context=wish.context,
+            tree_size=wish.tree_size,
+            page_size=wish.page_size,
+        ),
+    }
+
+
+def evaluate(wish: Wish, static: Static, *, fraction: float) -> Outcome:
+    tokens = kv_pool.pool_tokens(
+        free_bytes=static.free_bytes,
+        fraction=fraction,
+        resident_bytes=static.resident_bytes,
+        cell_bytes=static.cell_bytes,
+        page_size=wish.page_size,
+    )
+    slack = kv_pool.slack_bytes(free_bytes=static.free_bytes, fraction=fraction)
+    margin = slack - static.late_bytes
+    reasons = []
+    if static.resident_bytes >= static.free_bytes:
+        reasons.append(
+            f"the weights take {static.resident_bytes / 1e9:.1f} GB a rank, "
+            f"{static.free_bytes / 1e9:.1f} GB are free"
+        )
+    elif tokens == 0:
+        reasons.append(
+            f"the weights alone need --mem-fraction-static above {static.resident_bytes / static.free_bytes:.3f}"
+        )
+    elif tokens < wish.wanted_tokens:
+        reasons.append(
+            f"the pool holds {tokens:,} tokens, the wish needs {wish.wanted_tokens:,}"
+        )
+    if margin < 0:
+        reasons.append(
+            f"{slack / 1e9:.2f} GB are left for what is allocated after the pool, "
+            f"which needs {static.late_bytes / 1e9:.2f} GB"
+        )
+    return Outcome(
+        fraction=fraction,
+        pool_tokens=tokens,
+        slack_bytes=slack,
+        margin_bytes=margin,
+        fits=not reasons,
+        reason="; ".join(reasons),
+    )
+
+
+def largest_fraction(static: Static) -> float:
+    """The largest fraction, in steps of 0.01, whose slack covers the late allocations."""
+    return max(0.0, math.floor((1 - static.late_bytes / static.free_bytes) * 100) / 100)
+
+
+def choose_fraction(wish: Wish, static: Static) -> float:
+    needed = kv_pool.fraction_for_tokens(
+        tokens=wish.wanted_tokens,
+        free_bytes=static.free_bytes,
+        resident_bytes=static.resident_bytes,
+        cell_bytes=static.cell_bytes,
+    )
+    return min(
+        largest_fraction(static), max(PROVEN_FRACTION, math.ceil(needed * 100) / 100)
+    )
+
+
+def solve(wish: Wish, *, fraction: float | None = None) -> tuple[Static, Outcome]:
+    check_wish(wish)
+    static = static_memory(wish)
+    return static, evaluate(
+        wish,
+        static,
+        fraction=choose_fraction(wish, static) if fraction is None else fraction,
+    )
+
+
+def nearest_wishes(
+    wish: Wish, *, fraction: float | None = None
+) -> list[tuple[str, Wish, Outcome]]:
+    """Single changes to the wish that make it fit, the smallest sacrifice first."""
+    found = []
+    for label, changed in _single_changes(wish):
+        _, outcome = solve(changed, fraction=fraction)
+        if outcome.fits:
+            found.append((label, changed, outcome))
+    context = _longest_context(wish, fraction=fraction)
+    if context:
+        changed = msgspec.structs.replace(wish, context=context)
+        found.append(
+            (f"--context {context}", changed, solve(changed, fraction=fraction)[1])
+        )
+    return found
+
+
+def _single_changes(wish: Wish):
+    replace = msgspec.structs.replace
+    if wish.calibration is None and wish.kv_dtype == "bf16":
+        yield "--kv-cache-dtype fp8_e4m3", replace(wish, kv_dtype="fp8")
+    if wish.max_requests > wish.concurrency:
+        yield (
+            f"--max-running-requests {wish.concurrency}",
+            replace(wish, max_requests=wish.concurrency),
+        )
+    if wish.backend == "triton":
+        yield "--attention-backend kdtree_sm120", replace(wish, backend="kdtree_sm120")
+    for chunk in (4096, 2048):
+        if wish.chunk > chunk:
+            yield f"--chunked-prefill-size {chunk}", replace(wish, chunk=chunk)
+    for gpus in (2, 4, 8, 16):
+        if (
+            wish.calibration is None
+            and gpus > wish.gpus
+            and wish.target.heads % (gpus // wish.attention_dp) == 0
+        ):
+            yield f"--gpus {gpus}", replace(wish, gpus=gpus)
+    for concurrency in range(wish.concurrency - 1, 0, -1):
+        changed = replace(wish, concurrency=concurrency)
+        if solve(changed)[1].fits:
+            yield f"--concurrency {concurrency}", changed
+            return
+
+
+def _longest_context(wish: Wish, *, fraction: float | None) -> int:
+    """Longest context, in steps of 1024, that fits with all else unchanged; 0 if none does."""
+    low, high = 0, wish.context // 1024
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = solve(
+            msgspec.structs.replace(wish, context=middle * 1024), fraction=fraction
+        )[1].fits
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low * 1024

@@ -1,0 +1,494 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan verb: arguments, assembly of the report, tables."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError
+from sglang.kdtree.model_shape import NAMED_QUANTISATION, load_drafter, load_target
+from sglang.kdtree.plan import buffers, calibrate, kv_pool, machine, weights
+from sglang.kdtree.plan.command import ENVIRONMENT, launch_flags, shell_command
+from sglang.kdtree.plan.solve import (
+    CASE_STUDY_OUT_OF_MEMORY,
+    Outcome,
+    Static,
+    Wish,
+    nearest_wishes,
+    solve,
+    static_memory,
+)
+from sglang.kdtree.result import Result
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--model",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="config.json of the target, or its folder",
+    )
+    add(
+        "--draft",
+        type=Path,
+        metavar="PATH",
+        help="config.json of the DFlash drafter, or its folder",
+    )
+    add(
+        "--gpu",
+        default="rtx-pro-6000",
+        help=f"{', '.join(machine.KNOWN_GPUS)} or the memory of one GPU (default: %(default)s)",
+    )
+    add(
+        "--gpus",
+        type=int,
+        default=8,
+        help="number of GPUs = tensor-parallel size (default: %(default)s)",
+    )
+    add(
+        "--dp",
+        type=int,
+        default=1,
+        help="attention data-parallel size (default: %(default)s)",
+    )
+    add(
+        "--redundant-experts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="expert parallelism with N redundant experts a layer",
+    )
+    add(
+        "--context",
+        type=int,
+        default=200_000,
+        help="tokens of one request, answer included (default: %(default)s)",
+    )
+    add(
+        "--concurrency",
+        type=int,
+        default=1,
+        help="requests of that length at the same time (default: %(default)s)",
+    )
+    add(
+        "--max-running-requests",
+        type=int,
+        metavar="N",
+        help="default: the larger of 8 and --concurrency",
+    )
+    add(
+        "--chunked-prefill-size",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="default: %(default)s",
+    )
+    add(
+        "--tree-size",
+        type=int,
+        metavar="N",
+        help="nodes verified in a step, root included (default: the drafter's block and one)",
+    )
+    add("--page-size", type=int, default=1, help="default: %(default)s")
+    add(
+        "--kv-dtype",
+        choices=list(kv_pool.ELEMENT_BYTES),
+        default="bf16",
+        help="default: %(default)s",
+    )
+    add(
+        "--weights",
+        choices=list(NAMED_QUANTISATION),
+        help="override the quantisation found in config.json",
+    )
+    add(
+        "--attention-backend",
+        choices=["kdtree_sm120", "triton"],
+        default="kdtree_sm120",
+        help="default: %(default)s",
+    )
+    add(
+        "--mem-fraction-static",
+        type=float,
+        metavar="F",
+        help="evaluate this fraction instead of choosing one",
+    )
+    add(
+        "--accounting",
+        choices=list(kv_pool.ACCOUNTING),
+        default="0.5.23",
+        help="how the drafter is charged: 0.5.23 as in this fork, layer-scaled as in releases that size its KV by layer count and load it afterwards (default: %(default)s)",
+    )
+    add(
+        "--reserved",
+        metavar="SIZE",
+        help="GPU memory gone before the weights are loaded (default: 1024MiB on one GPU, 3645MiB on several)",
+    )
+    add(
+        "--observed",
+        action="append",
+        default=[],
+        metavar="F:TOKENS",
+        help="a pool seen in a server log; give one or two to calibrate the plan",
+    )
+
+
+def run(args: argparse.Namespace, console: Any) -> Result:
+    del console
+    wish = wish_from(args)
+    observations = [calibrate.parse_observation(text) for text in args.observed]
+    calibrations = calibrations_for(wish, observations)
+    chosen = next((c for c in calibrations if not c.contradiction), None)
+    wish = msgspec.structs.replace(wish, calibration=chosen)
+    static, outcome = solve(wish, fraction=args.mem_fraction_static)
+    alternatives = (
+        [] if outcome.fits else nearest_wishes(wish, fraction=args.mem_fraction_static)
+    )
+    data = {
+        "fits": outcome.fits,
+        "reason": outcome.reason,
+        **numbers(wish, static, outcome),
+        "observations": [
+            observed(wish, static, observation) for observation in observations
+        ],
+        "calibrations": [
+            msgspec.to_builtins(c) | {"used": c is chosen} for c in calibrations
+        ],
+        "assumptions": assumptions(wish, static),
+        "warnings": warnings(wish, static, outcome),
+        "alternatives": [
+            {
+                "change": label,
+                "mem_fraction_static": o.fraction,
+                "pool_tokens": o.pool_tokens,
+            }
+            for label, _, o in alternatives
+        ],
+        "command": command(args, wish, outcome),
+    }
+    return Result(
+        verb="plan", data=data, exit_code=EXIT_OK if outcome.fits else EXIT_FINDING
+    )
+
+
+def wish_from(args: argparse.Namespace) -> Wish:
+    for name in (
+        "gpus",
+        "dp",
+        "context",
+        "concurrency",
+        "chunked_prefill_size",
+        "page_size",
+    ):
+        _require_positive(name, getattr(args, name))
+    for name in ("max_running_requests", "tree_size"):
+        if getattr(args, name) is not None:
+            _require_positive(name, getattr(args, name))
+    if args.mem_fraction_static is not None and not 0 < args.mem_fraction_static < 1:
+        raise KitError(
+            what="--mem-fraction-static",
+            expected="a fraction between 0 and 1",
+            got=str(args.mem_fraction_static),
+            remedy="Typical values are 0.80 to 0.94.",
+        )
+    target = load_target(args.model)
+    if args.weights:
+        target = msgspec.structs.replace(
+            target, quantisation=NAMED_QUANTISATION[args.weights]
+        )
+    drafter = load_drafter(args.draft) if args.draft else None
+    block = drafter.block_size if drafter else None
+    return Wish(
+        target=target,
+        drafter=drafter,
+        gpu=machine.parse_gpu(args.gpu),
+        gpus=args.gpus,
+        attention_dp=args.dp,
+        redundant_experts=args.redundant_experts,
+        context=args.context,
+        concurrency=args.concurrency,
+        max_requests=args.max_running_requests or max(8, args.concurrency),
+        chunk=args.chunked_prefill_size,
+        tree_size=args.tree_size or (block + 1 if block else 1),
+        page_size=args.page_size,
+        kv_dtype=args.kv_dtype,
+        backend=args.attention_backend,
+        accounting=kv_pool.ACCOUNTING[args.accounting],
+        reserved_bytes=(
+            machine.parse_bytes(args.reserved, argument="--reserved")
+            if args.reserved
+            else machine.reserved_bytes(gpus=args.gpus)
+        ),
+    )
+
+
+def _require_positive(name: str, value: int) -> None:
+    if value <= 0:
+        raise KitError(
+            what=f"--{name.replace('_', '-')}",
+            expected="a positive integer",
+            got=str(value),
+            remedy="Give at least 1.",
+        )
+
+
+def calibrations_for(
+    wish: Wish, observations: list[calibrate.Observation]
+) -> list[calibrate.Calibration]:
+    """Every way to read the observations, the preferred one first."""
+    if not observations:
+        return []
+    static = static_memory(wish)
+    cell, free = static.cell_bytes, static.free_bytes
+    if len(observations) == 1:
+        return [calibrate.with_one(observations[0], free_bytes=free, cell_bytes=cell)]
+    if len(observations) > 2:
+        raise KitError(
+            what="--observed",
+            expected="one or two observations",
+            got=str(len(observations)),
+            remedy="Give the two that lie furthest apart.",
+        )
+    weight_bytes = weights.rank_bytes(static.target_parts)
+    return [
+        calibrate.with_cell(*observations, cell_bytes=cell, weight_bytes=weight_bytes),
+        calibrate.with_free(*observations, free_bytes=free, weight_bytes=weight_bytes),
+        calibrate.with_resident(
+            *observations,
+            resident_bytes=static.resident_bytes,
+            card_bytes=wish.gpu.total_bytes,
+        ),
+    ]
+
+
+def numbers(wish: Wish, static: Static, outcome: Outcome) -> dict[str, Any]:
+    parts = static.target_parts + static.drafter_parts
+    return {
+        "mem_fraction_static": outcome.fraction,
+        "pool": {
+            "tokens": outcome.pool_tokens,
+            "wanted_tokens": wish.wanted_tokens,
+            "page_size": wish.page_size,
+        },
+        "bytes_per_token_per_rank": {
+            "target": static.target_cell_bytes,
+            "drafter": static.drafter_cell_bytes,
+            "used_for_the_pool": round(static.cell_bytes),
+        },
+        "rank_bytes": {
+            "gpu_total": wish.gpu.total_bytes,
+            "free_before_load": static.free_bytes,
+            "resident": static.resident_bytes,
+            "kv_pool": round(outcome.pool_tokens * static.cell_bytes),
+            "slack": outcome.slack_bytes,
+            "margin": outcome.margin_bytes,
+        },
+        "weights": [
+            {
+                "part": p.name,
+                "params": p.params,
+                "bits": p.bits,
+                "rank_bytes": p.rank_bytes,
+            }
+            for p in parts
+        ],
+        "checkpoint_bytes": {
+            "target": weights.checkpoint_bytes(static.target_parts),
+            "drafter": weights.checkpoint_bytes(static.drafter_parts),
+        },
+        "late_allocations": static.late,
+    }
+
+
+def observed(
+    wish: Wish, static: Static, observation: calibrate.Observation
+) -> dict[str, Any]:
+    tokens = kv_pool.pool_tokens(
+        free_bytes=static.free_bytes,
+        fraction=observation.fraction,
+        resident_bytes=static.resident_bytes,
+        cell_bytes=static.cell_bytes,
+        page_size=wish.page_size,
+    )
+    return {
+        "mem_fraction_static": observation.fraction,
+        "observed_tokens": observation.tokens,
+        "planned_tokens": tokens,
+        "relative_error": tokens / observation.tokens - 1,
+    }
+
+
+def assumptions(wish: Wish, static: Static) -> list[dict[str, str]]:
+    rows = [
+        (
+            f"weights {static.resident_bytes / 1e9:.2f} GB a rank",
+            "derived",
+            "from config.json, part by part",
+        ),
+        (
+            f"{wish.reserved_bytes / 2**20:,.0f} MiB gone before the weights are loaded",
+            "assumed",
+            "driver context, libraries, collectives; on several GPUs fitted to the case study's two pools",
+        ),
+        (
+            f"drafter charged as by SGLang {wish.accounting.name}",
+            "assumed",
+            "its own KV geometry and weights before the pool is sized, or by layer count and after it (--accounting)",
+        ),
+        (
+            f"{buffers.ACTIVATION_BYTES_PER_CHUNK_TOKEN / 1e6:.2f} MB of activations a token of a prefill chunk",
+            "calibrated",
+            "0.93 ran and 0.94 ran out of memory on the case study's machine",
+        ),
+        (
+            "library workspaces and allocator rounding",
+            "left out",
+            "they lower the pool; calibrate with --observed",
+        ),
+    ]
+    if wish.target.vision_params:
+        rows.append(
+            (
+                f"vision tower of {wish.target.vision_params / 1e6:.0f} million weights",
+                "assumed",
+                "not in config.json",
+            )
+        )
+    if wish.calibration:
+        rows.append(
+            (
+                "free memory, resident bytes and bytes per token",
+                "observed",
+                "solved from --observed",
+            )
+        )
+    return [{"what": what, "kind": kind, "why": why} for what, kind, why in rows]
+
+
+def warnings(wish: Wish, static: Static, outcome: Outcome) -> list[str]:
+    found = [
+        "--context-length does not size the pool: memory does. It only limits a request and widens per-request tables."
+    ]
+    if outcome.fraction >= CASE_STUDY_OUT_OF_MEMORY:
+        found.append(
+            f"{outcome.fraction:g} is at or above {CASE_STUDY_OUT_OF_MEMORY}, which ran out of memory at a 32k prefill on "
+            "8 x RTX PRO 6000 (drafter loaded after the pool there): test a full-length prefill before use."
+        )
+    if outcome.fits and outcome.margin_bytes < 0.005 * static.free_bytes:
+        found.append(
+            f"only {outcome.margin_bytes / 1e9:.2f} GB of slack are unclaimed."
+        )
+    if wish.backend == "triton" and wish.tree_size > 1:
+        share = static.late["triton graph and mask buffers"]
+        found.append(
+            f"the Triton backend's graph buffers take {share / 1e9:.2f} GB at --max-running-requests {wish.max_requests}; "
+            "they grow with requests x tree size x context."
+        )
+    if wish.target.kv_lora_rank != 512 or wish.target.rope_dim != 64:
+        found.append(
+            "kdtree_sm120 serves latent rows of 512 + 64; this model has "
+            f"{wish.target.kv_lora_rank} + {wish.target.rope_dim}."
+        )
+    return found
+
+
+def command(args: argparse.Namespace, wish: Wish, outcome: Outcome) -> dict[str, Any]:
+    flags = launch_flags(
+        wish,
+        fraction=outcome.fraction,
+        model=_folder(args.model, "MODEL"),
+        draft=_folder(args.draft, "DRAFT"),
+    )
+    return {
+        "environment": ENVIRONMENT,
+        "flags": [list(pair) for pair in flags],
+        "shell": shell_command(flags),
+    }
+
+
+def _folder(path: Path | None, placeholder: str) -> str | None:
+    """The model folder, or a placeholder when only a config file was given."""
+    if path is None:
+        return None
+    return str(path) if path.is_dir() else placeholder
+
+
+def render(result: Result, console: Any) -> None:
+    from rich.table import Table
+
+    data = result.data
+    style, word = (
+        ("bold green", "fits") if data["fits"] else ("bold red", "does not fit")
+    )
+    console.print(
+        f"The wish {word}" + (f": {data['reason']}" if data["reason"] else ""),
+        style=style,
+        markup=False,
+    )
+    table = Table(title="One rank", show_header=False)
+    rank, cell, pool = (
+        data["rank_bytes"],
+        data["bytes_per_token_per_rank"],
+        data["pool"],
+    )
+    for label, value in [
+        ("GPU memory", _gb(rank["gpu_total"])),
+        ("free before loading", _gb(rank["free_before_load"])),
+        ("resident weights", _gb(rank["resident"])),
+        (
+            "KV bytes per token",
+            f"{cell['used_for_the_pool']:,} B (target {cell['target']:,} + drafter {cell['drafter']:,})",
+        ),
+        ("--mem-fraction-static", f"{data['mem_fraction_static']:g}"),
+        (
+            "KV pool",
+            f"{pool['tokens']:,} tokens, {_gb(rank['kv_pool'])}; wanted {pool['wanted_tokens']:,}",
+        ),
+        ("slack", _gb(rank["slack"])),
+        *[(f"  {name}", _gb(size)) for name, size in data["late_allocations"].items()],
+        ("unclaimed", _gb(rank["margin"])),
+    ]:
+        table.add_row(label, value)
+    console.print(table)
+    for row in data["observations"]:
+        console.print(
+            f"observed {row['observed_tokens']:,} tokens at {row['mem_fraction_static']:g}: planned "
+            f"{row['planned_tokens']:,} ({row['relative_error']:+.2%})",
+            markup=False,
+        )
+    for row in data["calibrations"]:
+        solved = (
+            f"free {row['free_bytes'] / 2**30:.1f} GiB, resident {row['resident_bytes'] / 1e9:.2f} GB, "
+            f"{row['cell_bytes']:,.0f} B a token"
+        )
+        verdict = "used" if row["used"] else (row["contradiction"] or "not used")
+        console.print(
+            f"calibration, {row['assumed']} assumed: {solved}: {verdict}",
+            style="dim",
+            markup=False,
+        )
+    for text in data["warnings"]:
+        console.print(f"WARN {text}", style="yellow", markup=False)
+    for row in data["alternatives"]:
+        console.print(
+            f"would fit: {row['change']} (pool {row['pool_tokens']:,} tokens at {row['mem_fraction_static']:g})",
+            style="cyan",
+            markup=False,
+        )
+    assumed = Table("assumption", "kind", "why", title="Assumptions")
+    for row in data["assumptions"]:
+        assumed.add_row(row["what"], row["kind"], row["why"])
+    console.print(assumed)
+    console.print(
+        data["command"]["shell"], markup=False, highlight=False, soft_wrap=True
+    )
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:,.2f} GB"

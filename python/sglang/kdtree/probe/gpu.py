@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples the GPUs while a decode runs and names what limits them."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sglang.kdtree.bench.client import Reply, add_server_arguments, client_from
+from sglang.kdtree.bench.longctx import PromptMaker, parse_contexts
+from sglang.kdtree.bench.measure import measure
+from sglang.kdtree.bench.text import KINDS, load_source
+from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError
+from sglang.kdtree.model_shape import load_target
+from sglang.kdtree.optional import figure_module
+from sglang.kdtree.plan.kv_pool import ELEMENT_BYTES, target_cell_bytes
+from sglang.kdtree.probe.nvml import Nvml, Sample, open_nvml
+from sglang.kdtree.probe.regime import classify, effective_bandwidth_gb_s, means
+from sglang.kdtree.result import Result
+
+# GB/s from the data sheets.
+PEAK_GB_S = {"RTX PRO 6000": 1792.0, "RTX 5090": 1792.0, "H200": 4800.0, "H100": 3350.0}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_server_arguments(parser)
+    add = parser.add_argument
+    add(
+        "--context",
+        default="64k",
+        help="prompt length of the decode that the probe starts (default: %(default)s)",
+    )
+    add("--text", choices=KINDS, default="prose", help="default: %(default)s")
+    add(
+        "--output-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="default: %(default)s",
+    )
+    add(
+        "--watch",
+        type=float,
+        metavar="S",
+        help="only watch for S seconds what runs anyway; starts no request",
+    )
+    add(
+        "--interval",
+        type=float,
+        default=0.1,
+        metavar="S",
+        help="seconds between samples (default: %(default)s)",
+    )
+    add("--gpus", metavar="LIST", help="GPU numbers, comma-separated (default: all)")
+    add(
+        "--model-config",
+        type=Path,
+        metavar="PATH",
+        help="config.json of the target: adds the effective KV bandwidth",
+    )
+    add(
+        "--kv-dtype",
+        choices=list(ELEMENT_BYTES),
+        default="bf16",
+        help="default: %(default)s",
+    )
+    add(
+        "--peak-bandwidth",
+        type=float,
+        metavar="GB/S",
+        help="default: by the card's name",
+    )
+    add("--csv", type=Path, metavar="FILE", help="write every sample")
+    add("--plot", type=Path, metavar="PNG", help="draw the samples over time")
+
+
+def run(
+    args: argparse.Namespace,
+    console: Any,
+    *,
+    nvml: Nvml | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Result:
+    if args.interval <= 0:
+        raise KitError(
+            what="--interval",
+            expected="more than 0 seconds",
+            got=str(args.interval),
+            remedy="0.1 is usual.",
+        )
+    target = load_target(args.model_config) if args.model_config else None
+    nvml = nvml or open_nvml()
+    gpus = chosen_gpus(args.gpus, len(nvml.handles))
+    if args.watch:
+        samples = watch(
+            nvml, gpus, args, console, clock, stop=_after(clock() + args.watch, clock)
+        )
+        phases, reply = {"watch": samples}, None
+    else:
+        samples, reply = sample_request(nvml, gpus, args, console, clock)
+        phases = split_phases(samples, reply)
+    if not any(phases.values()):
+        raise KitError(
+            what="samples",
+            expected="at least one",
+            got="none",
+            remedy="Lower --interval or ask for more --output-tokens.",
+        )
+    names = [nvml.names()[gpu] for gpu in gpus]
+    cell = target_cell_bytes(target, kv_dtype=args.kv_dtype) if target else None
+    data = report(phases, names, gpus, nvml.driver())
+    data["decode"] = (
+        decode_facts(reply, cell=cell, peak=args.peak_bandwidth or peak_of(names[0]))
+        if reply
+        else None
+    )
+    if args.csv:
+        write_csv(args.csv, samples)
+    if args.plot:
+        plot(samples, args.plot)
+    decode_regime = data["phases"].get("decode", data["phases"].get("watch"))["regime"][
+        "name"
+    ]
+    finding = decode_regime in ("latency-bound", "host-bound")
+    return Result(
+        verb="probe-gpu", data=data, exit_code=EXIT_FINDING if finding else EXIT_OK
+    )
+
+
+def chosen_gpus(text: str | None, count: int) -> list[int]:
+    if text is None:
+        return list(range(count))
+    try:
+        gpus = [int(part) for part in text.split(",")]
+    except ValueError:
+        gpus = [-1]
+    if not gpus or any(not 0 <= gpu < count for gpu in gpus):
+        raise KitError(
+            what="--gpus",
+            expected=f"numbers from 0 to {count - 1}",
+            got=repr(text),
+            remedy="For example --gpus 0,1.",
+        )
+    return gpus
+
+
+def _after(deadline: float, clock: Callable[[], float]) -> Callable[[], bool]:
+    return lambda: clock() >= deadline
+
+
+def watch(
+    nvml: Nvml, gpus: list[int], args, console, clock, *, stop: Callable[[], bool]
+) -> list[Sample]:
+    from rich.live import Live
+
+    samples: list[Sample] = []
+    with Live(console=console, transient=True, auto_refresh=False) as live:
+        while not stop():
+            newest = nvml.sample(at_s=clock(), gpus=gpus)
+            samples += newest
+            live.update(live_table(newest), refresh=True)
+            time.sleep(args.interval)
+    return samples
+
+
+def sample_request(nvml, gpus, args, console, clock) -> tuple[list[Sample], Reply]:
+    """Run one streamed request in a thread and sample until it ends."""
+    client = client_from(args, os.environ)
+    client.clock = clock
+    client.facts()
+    prompts = PromptMaker(
+        client, load_source(args.text), seed=0, run=os.urandom(8).hex()
+    )
+    prompt = prompts.make(parse_contexts(args.context)[0], repeat=0)
+    outcome: dict[str, Any] = {}
+
+    def request() -> None:
+        try:
+            outcome["reply"] = client.stream(
+                prompt, max_tokens=args.output_tokens, temperature=0.0
+            )
+        except KitError as error:
+            outcome["error"] = error
+
+    thread = threading.Thread(target=request, daemon=True)
+    thread.start()
+    samples = watch(
+        nvml, gpus, args, console, clock, stop=lambda: not thread.is_alive()
+    )
+    if "error" in outcome:
+        raise outcome["error"]
+    return samples, outcome["reply"]
+
+
+def split_phases(samples: Sequence[Sample], reply: Reply) -> dict[str, list[Sample]]:
+    first, last = reply.events[0].at, reply.events[-1].at
+    return {
+        "prefill": [s for s in samples if reply.sent_at <= s.at_s < first],
+        "decode": [s for s in samples if first <= s.at_s <= last],
+    }
+
+
+def report(
+    phases: dict[str, list[Sample]], names: list[str], gpus: list[int], driver: str
+) -> dict[str, Any]:
+    rows = {}
+    for phase, samples in phases.items():
+        if samples:
+            m = means(samples)
+            rows[phase] = {
+                "means": msgspec.to_builtins(m),
+                "regime": msgspec.to_builtins(classify(m)),
+            }
+    return {
+        "driver": driver,
+        "gpus": [{"index": g, "name": n} for g, n in zip(gpus, names, strict=True)],
+        "phases": rows,
+    }
+
+
+def decode_facts(
+    reply: Reply, *, cell: int | None, peak: float | None
+) -> dict[str, Any]:
+    measured = measure(reply)
+    step_s = (reply.events[-1].at - reply.events[0].at) / measured.steps
+    bandwidth = (
+        effective_bandwidth_gb_s(
+            context=measured.prompt_tokens, cell_bytes=cell, step_s=step_s
+        )
+        if cell
+        else None
+    )
+    return {
+        "context": measured.prompt_tokens,
+        "step_ms": 1000 * step_s,
+        "decode_tok_s": measured.decode_tok_s,
+        "accept_length": measured.accept_length,
+        "kv_bytes_per_token_per_rank": cell,
+        "effective_kv_gb_s": bandwidth,
+        "peak_gb_s": peak,
+        "share_of_peak": bandwidth / peak if bandwidth and peak else None,
+    }
+
+
+def peak_of(name: str) -> float | None:
+    return next((peak for part, peak in PEAK_GB_S.items() if part in name), None)
+
+
+def write_csv(path: Path, samples: Sequence[Sample]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=Sample.__struct_fields__)
+        writer.writeheader()
+        writer.writerows(msgspec.structs.asdict(sample) for sample in samples)
+
+
+def plot(samples: Sequence[Sample], path: Path) -> None:
+    pyplot = figure_module()
+    figure, axes = pyplot.subplots(
+        3, 1, figsize=(9, 7), sharex=True, constrained_layout=True
+    )
+    start = samples[0].at_s
+    for gpu in sorted({sample.gpu for sample in samples}):
+        own = [sample for sample in samples if sample.gpu == gpu]
+        for axis, key in zip(axes, ("sm_pct", "memory_pct", "power_w"), strict=True):
+            axis.plot(
+                [s.at_s - start for s in own],
+                [getattr(s, key) for s in own],
+                label=f"GPU {gpu}",
+            )
+    for axis, title in zip(
+        axes, ("SM busy, %", "memory controller busy, %", "power, W"), strict=True
+    ):
+        axis.set_ylabel(title)
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    axes[-1].set_xlabel("seconds")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def live_table(samples: Sequence[Sample]) -> Any:
+    from rich.table import Table
+
+    table = Table("GPU", "SM %", "memory %", "W", "SM MHz", "PCIe rx MB/s", "used GB")
+    for s in samples:
+        rx = "-" if s.pcie_rx_mb_s is None else f"{s.pcie_rx_mb_s:,.0f}"
+        table.add_row(
+            str(s.gpu),
+            str(s.sm_pct),
+            str(s.memory_pct),
+            f"{s.power_w:.0f}",
+            str(s.sm_clock_mhz),
+            rx,
+            f"{s.used_gb:.1f}",
+        )
+    return table
+
+
+def render(result: Result, console: Any) -> None:
+    from rich.table import Table
+
+    data = result.data
+    table = Table(
+        "phase",
+        "samples",
+        "SM %",
+        "memory %",
+        "W",
+        "limit W",
+        "PCIe rx/tx MB/s",
+        "regime",
+        title="Means over all GPUs",
+    )
+    for phase, row in data["phases"].items():
+        m = row["means"]
+        pcie = "/".join(
+            "-" if m[key] is None else f"{m[key]:,.0f}"
+            for key in ("pcie_rx_mb_s", "pcie_tx_mb_s")
+        )
+        table.add_row(
+            phase,
+            str(m["samples"]),
+            f"{m['sm_pct']:.1f}",
+            f"{m['memory_pct']:.1f}",
+            f"{m['power_w']:.0f}",
+            f"{m['power_limit_w']:.0f}",
+            pcie,
+            row["regime"]["name"],
+        )
+    console.print(table)
+    decode = data["decode"]
+    if decode and decode["effective_kv_gb_s"] is not None:
+        share = (
+            ""
+            if decode["share_of_peak"] is None
+            else f", {decode['share_of_peak']:.1%} of {decode['peak_gb_s']:,.0f} GB/s"
+        )
+        console.print(
+            f"KV read at {decode['effective_kv_gb_s']:,.1f} GB/s a rank ({decode['context']:,} tokens in {decode['step_ms']:.1f} ms){share}",
+            markup=False,
+        )
+    for phase, row in data["phases"].items():
+        console.print(f"{phase}: {row['regime']['reasoning']}", markup=False)
+        console.print(f"  {row['regime']['remedy']}", markup=False)

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert imbalance at low batch: who waits for whom, and what another placement would give."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sglang.kdtree.bench.client import Client, add_server_arguments, client_from
+from sglang.kdtree.bench.longctx import PromptMaker
+from sglang.kdtree.bench.text import load_source
+from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError
+from sglang.kdtree.model_shape import load_target
+from sglang.kdtree.optional import figure_module
+from sglang.kdtree.probe import moe_model
+from sglang.kdtree.probe.moe_trace import load_counts
+from sglang.kdtree.result import Result
+
+# A rank that waits this long is worth a change of placement; arbitrary.
+LOST_SHARE_FINDING = 0.25
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_server_arguments(parser)
+    add = parser.add_argument
+    add(
+        "--trace",
+        type=Path,
+        metavar="PATH",
+        help="recorder files (.pt, or their folder) or a routing trace (.npz)",
+    )
+    add(
+        "--record-dir",
+        type=Path,
+        metavar="DIR",
+        help="instead of --trace: drive the recorder of the server at --url, which writes its files here (its SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR)",
+    )
+    add(
+        "--context",
+        type=int,
+        default=1000,
+        help="prompt length when recording (default: %(default)s)",
+    )
+    add(
+        "--output-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="decode steps to record (default: %(default)s)",
+    )
+    add(
+        "--ranks",
+        type=int,
+        default=8,
+        help="expert-parallel ranks (default: %(default)s)",
+    )
+    add(
+        "--experts",
+        type=int,
+        metavar="N",
+        help="experts a layer, if the trace does not show them all",
+    )
+    add(
+        "--redundant",
+        default="16,32",
+        metavar="LIST",
+        help="redundant experts a layer to try (default: %(default)s)",
+    )
+    add(
+        "--batches",
+        default="2,4,8",
+        metavar="LIST",
+        help="larger batches to try, as multiples (default: %(default)s)",
+    )
+    add(
+        "--algorithm",
+        default="deepseek",
+        choices=("deepseek", "deepseek_vec"),
+        help="SGLang's load balancer to call (default: %(default)s)",
+    )
+    add(
+        "--model-config",
+        type=Path,
+        metavar="PATH",
+        help="config.json of the model: turns expert reads into microseconds",
+    )
+    add(
+        "--bandwidth",
+        type=float,
+        default=1792.0,
+        metavar="GB/S",
+        help="at which weights are read (default: %(default)s)",
+    )
+    add(
+        "--plot",
+        type=Path,
+        metavar="PNG",
+        help="heat map of activated experts, layer by rank",
+    )
+
+
+def run(args: argparse.Namespace, console: Any) -> Result:
+    if (args.trace is None) == (args.record_dir is None):
+        raise KitError(
+            what="--trace or --record-dir",
+            expected="exactly one",
+            got="both" if args.trace else "neither",
+            remedy="Give recordings, or a running server and the folder it records to.",
+        )
+    path = args.trace or record(
+        client_from(args, os.environ), args.record_dir, args, console
+    )
+    counts = load_counts(path, experts=args.experts)
+    num_layers, experts = counts.tokens.shape[1:]
+    redundant = numbers(args.redundant, "--redundant")
+    costs = moe_model.scenarios(
+        counts.tokens,
+        ranks=args.ranks,
+        redundant=redundant,
+        batches=numbers(args.batches, "--batches"),
+        algorithm=args.algorithm,
+    )
+    expert_us = (
+        expert_read_us(args.model_config, args.bandwidth) if args.model_config else None
+    )
+    activated = moe_model.activated_per_rank(
+        counts.tokens,
+        moe_model.contiguous(layers=num_layers, experts=experts, ranks=args.ranks),
+    )
+    if args.plot:
+        plot(activated, counts.layers, args.plot)
+    base = costs[0]
+    data = {
+        "source": counts.source,
+        "steps": counts.steps,
+        "layers": counts.layers,
+        "experts": experts,
+        "ranks": args.ranks,
+        "tokens_per_step": float(counts.tokens.sum(axis=2).mean()),
+        "expert_read_us": expert_us,
+        "activated_per_rank": activated.mean(axis=(0, 1)).tolist(),
+        "worst_layers": worst_layers(activated, counts.layers),
+        "scenarios": [
+            msgspec.to_builtins(c)
+            | {
+                "relative_time": c.time_per_step / base.time_per_step
+                if base.time_per_step
+                else None,
+                "lost_us_per_step": moe_model.time_lost_us(c, expert_us=expert_us),
+            }
+            for c in costs
+        ],
+    }
+    finding = base.lost_share > LOST_SHARE_FINDING
+    return Result(
+        verb="probe-moe", data=data, exit_code=EXIT_FINDING if finding else EXIT_OK
+    )
+
+
+def numbers(text: str, argument: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError as error:
+        raise KitError(
+            what=argument,
+            expected="whole numbers separated by commas",
+            got=repr(text),
+            remedy="For example 16,32.",
+        ) from error
+
+
+def expert_read_us(config: Path, bandwidth_gb_s: float) -> float:
+    shape = load_target(config)
+    if not shape.routed_experts:
+        raise KitError(
+            what=str(config),
+            expected="a mixture-of-experts model",
+            got="no routed experts",
+            remedy="Leave --model-config out.",
+        )
+    bits = shape.quantisation.bits if "experts" in shape.quantisation.quantised else 16
+    return (
+        3
+        * shape.hidden
+        * shape.moe_intermediate
+        * bits
+        / 8
+        / (bandwidth_gb_s * 1e9)
+        * 1e6
+    )
+
+
+def worst_layers(
+    activated: np.ndarray, layers: list[int], count: int = 5
+) -> list[dict[str, Any]]:
+    slowest = activated.max(axis=2)
+    lost = (slowest[:, :, None] - activated).sum(axis=(0, 2))
+    order = np.argsort(-lost, kind="stable")[:count]
+    total = slowest.sum(axis=0) * activated.shape[2]
+    return [
+        {"layer": layers[i], "lost_share": float(lost[i] / total[i])} for i in order
+    ]
+
+
+def record(client: Client, folder: Path, args, console) -> Path:
+    """Record one request's decode; returns the new files' folder or file."""
+    client.facts()
+    before = set(folder.glob("*.pt"))
+    prompt = PromptMaker(
+        client, load_source("prose"), seed=0, run=os.urandom(8).hex()
+    ).make(args.context, repeat=0)
+    with console.status("recording the expert distribution"):
+        client.post("/start_expert_distribution_record")
+        client.stream(prompt, max_tokens=args.output_tokens, temperature=0.0)
+        client.post("/stop_expert_distribution_record")
+        client.post("/dump_expert_distribution_record")
+    new = sorted(set(folder.glob("*.pt")) - before)
+    if not new:
+        raise KitError(
+            what=f"--record-dir {folder}",
+            expected="a new recording of the server",
+            got="no new .pt file",
+            remedy="Start the server with --expert-distribution-recorder-mode stat and SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR set to this folder.",
+        )
+    return new[0]
+
+
+def plot(activated: np.ndarray, layer_ids: list[int], path: Path) -> None:
+    pyplot = figure_module()
+    layers, ranks = activated.shape[1:]
+    figure, axis = pyplot.subplots(
+        figsize=(max(4, ranks * 0.6), max(3, layers * 0.14)), constrained_layout=True
+    )
+    image = axis.imshow(activated.mean(axis=0), aspect="auto", cmap="viridis")
+    axis.set(
+        xlabel="rank", ylabel="MoE layer", title="activated experts, mean over steps"
+    )
+    axis.set_xticks(range(ranks))
+    ticks = range(0, layers, max(1, layers // 12))
+    axis.set_yticks(ticks, [str(layer_ids[i]) for i in ticks])
+    figure.colorbar(image)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def render(result: Result, console: Any) -> None:
+    from rich.table import Table
+
+    data = result.data
+    console.print(
+        f"{data['steps']} steps, {len(data['layers'])} MoE layers, {data['experts']} experts on {data['ranks']} ranks, "
+        f"{data['tokens_per_step']:.1f} routed tokens a layer and step",
+        markup=False,
+    )
+    table = Table(
+        "placement",
+        "activated a rank",
+        "slowest rank",
+        "idle ranks",
+        "lost waiting",
+        "time",
+        title="Per layer and step",
+    )
+    for row in data["scenarios"]:
+        lost = f"{row['lost_share']:.1%}"
+        if row["lost_us_per_step"] is not None:
+            lost += f" ({row['lost_us_per_step']:,.0f} us a step)"
+        table.add_row(
+            row["name"],
+            f"{row['activated_mean']:.2f}",
+            f"{row['slowest_mean']:.2f}",
+            f"{row['idle_share']:.1%}",
+            lost,
+            "-" if row["relative_time"] is None else f"{row['relative_time']:.2f}x",
+        )
+    console.print(table)
+    worst = ", ".join(
+        f"{row['layer']} ({row['lost_share']:.0%})" for row in data["worst_layers"]
+    )
+    console.print(f"most lost in layers: {worst}", markup=False)
+    console.print(
+        "Model: at low batch an expert's time is the reading of its weights; collectives are not included.",
+        style="dim",
+    )

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routing counts per step, layer and expert, from what SGLang's expert-distribution recorder wrote or from a trace.
+
+Understood:
+- the recorder's .pt files in its modes per_token, per_pass and stat
+  (--expert-distribution-recorder-mode; folder SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR);
+- a .npz with topk_ids [steps, layers, tokens, k], logical expert numbers, -1 where a token is absent.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sglang.kdtree.errors import KitError
+from sglang.kdtree.optional import require
+
+
+class Counts(msgspec.Struct, frozen=True, kw_only=True):
+    """tokens[step, i, expert]: how many tokens of the step chose the expert in layer layers[i]."""
+
+    tokens: np.ndarray
+    layers: list[int]
+    source: str
+
+    @property
+    def steps(self) -> int:
+        return self.tokens.shape[0]
+
+
+def routed(tokens: np.ndarray, *, source: str) -> Counts:
+    """Without the layers that route nothing: the recorder has a row for the dense ones too."""
+    layers = np.flatnonzero(tokens.any(axis=(0, 2)))
+    if not len(layers):
+        raise _unreadable(Path(source), "no routed token in it")
+    return Counts(tokens=tokens[:, layers], layers=layers.tolist(), source=source)
+
+
+def load_counts(path: Path, *, experts: int | None) -> Counts:
+    files = sorted(path.glob("*.pt")) if path.is_dir() else [path]
+    if not files:
+        raise _unreadable(path, "no .pt file in this folder")
+    if files[0].suffix == ".npz":
+        return _from_npz(files[0], experts=experts)
+    return _from_recorder([(file, _load_pt(file)) for file in files], source=str(path))
+
+
+def _unreadable(path: Path, got: str) -> KitError:
+    return KitError(
+        what=f"trace {path}",
+        expected="files of SGLang's expert-distribution recorder (.pt), or an .npz with topk_ids [steps, layers, tokens, k]",
+        got=got,
+        remedy="Record with --expert-distribution-recorder-mode per_token, or see sglang.kdtree.probe.moe_trace.",
+    )
+
+
+def _from_npz(path: Path, *, experts: int | None) -> Counts:
+    try:
+        with np.load(path) as archive:
+            ids = archive["topk_ids"]
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise _unreadable(path, str(error)) from error
+    if ids.ndim != 4 or not np.issubdtype(ids.dtype, np.integer):
+        raise _unreadable(path, f"topk_ids of shape {ids.shape} and type {ids.dtype}")
+    return routed(
+        count_ids(ids, experts=experts or int(ids.max()) + 1), source=str(path)
+    )
+
+
+def count_ids(ids: np.ndarray, *, experts: int) -> np.ndarray:
+    """[steps, layers, tokens, k] expert numbers, -1 for none -> [steps, layers, experts] token counts."""
+    if ids.max(initial=-1) >= experts:
+        raise KitError(
+            what="topk_ids",
+            expected=f"expert numbers below {experts}",
+            got=str(int(ids.max())),
+            remedy="Correct --experts.",
+        )
+    steps, layers = ids.shape[:2]
+    flat = ids.reshape(steps * layers, -1)
+    counts = np.zeros((steps * layers, experts), dtype=np.int64)
+    rows = np.broadcast_to(np.arange(steps * layers)[:, None], flat.shape)
+    np.add.at(counts, (rows[flat >= 0], flat[flat >= 0]), 1)
+    return counts.reshape(steps, layers, experts)
+
+
+def _load_pt(path: Path) -> dict[str, Any]:
+    torch = require("torch", needed_for="the recorder's .pt files")
+    try:
+        document = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # torch raises whatever its unpickler meets
+        raise _unreadable(
+            path, f"{type(error).__name__}: {str(error)[:200]}"
+        ) from error
+    if not isinstance(document, dict) or not {"records", "logical_count"} & set(
+        document
+    ):
+        raise _unreadable(path, "neither records nor logical_count in it")
+    return document
+
+
+def _from_recorder(files: list[tuple[Path, dict]], *, source: str) -> Counts:
+    if "logical_count" in files[0][1]:
+        counts = np.concatenate(
+            [document["logical_count"].numpy() for _, document in files]
+        )
+        # The recorder's ring buffer is zero where no step was recorded yet.
+        counts = counts[counts.reshape(len(counts), -1).any(axis=1)]
+        if not len(counts):
+            raise _unreadable(files[0][0], "a recording without any step")
+        return routed(counts.astype(np.int64), source=source)
+    return routed(_sum_ranks(files), source=source)
+
+
+def _sum_ranks(files: list[tuple[Path, dict]]) -> np.ndarray:
+    """per_pass and per_token: one record a forward pass and rank; a rank records what it dispatched."""
+    by_pass: dict[int, np.ndarray] = {}
+    for path, document in files:
+        to_logical = document["last_physical_to_logical_map"].numpy()
+        for record in document["records"]:
+            if "global_physical_count" not in record:
+                raise _unreadable(path, "records without global_physical_count")
+            logical = to_logical_counts(
+                record["global_physical_count"].numpy(), to_logical
+            )
+            key = int(record["forward_pass_id"])
+            by_pass[key] = by_pass[key] + logical if key in by_pass else logical
+    if not by_pass:
+        raise _unreadable(files[0][0], "a recording without any forward pass")
+    return np.stack([by_pass[key] for key in sorted(by_pass)])
+
+
+def to_logical_counts(physical: np.ndarray, to_logical: np.ndarray) -> np.ndarray:
+    """[layers, physical] counts and map -> [layers, logical] counts."""
+    layers = physical.shape[0]
+    logical = np.zeros((layers, int(to_logical.max()) + 1), dtype=np.int64)
+    np.add.at(logical, (np.arange(layers)[:, None], to_logical), physical)
+    return logical

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is the tree-verify kernel right? Offline on dumped reproducers, or on a server in validate mode."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sglang.kdtree.bench.client import Client, add_server_arguments, client_from
+from sglang.kdtree.bench.longctx import PromptMaker, parse_contexts
+from sglang.kdtree.bench.text import load_source
+from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError
+from sglang.kdtree.optional import require
+from sglang.kdtree.probe.reproducer import (
+    FILE_PATTERN,
+    Reproducer,
+    load_reproducer,
+    recompute,
+)
+from sglang.kdtree.result import Result
+
+METRIC_ROWS = "sglang:kdtree_validate_rows_total"
+METRIC_OVER_ULP = "sglang:kdtree_validate_rows_over_ulp_total"
+METRIC_MISMATCHES = "sglang:kdtree_validate_mismatches_total"
+METRIC_MAX_ABS = "sglang:kdtree_validate_max_abs_error"
+METRIC_MEAN_REL = "sglang:kdtree_validate_mean_rel_error"
+
+
+class Deviation(msgspec.Struct, frozen=True, kw_only=True):
+    """One output against the reference. relative is the norm of the difference over the norm of the reference."""
+
+    max_abs: float
+    relative: float
+    rows_over_ulp: (
+        int  # of s_q x h_q rows, those with an element more than one bf16 ulp off
+    )
+    finite: bool
+
+
+class Judgement(msgspec.Struct, frozen=True, kw_only=True):
+    file: str
+    layer: int
+    context: int
+    s_q: int
+    h_q: int
+    mask_layout: str
+    kdtree: Deviation
+    upstream: Deviation
+    verdict: str  # both-right, kdtree-wrong, upstream-wrong, both-wrong
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_server_arguments(parser)
+    add = parser.add_argument
+    add(
+        "--dump",
+        type=Path,
+        metavar="PATH",
+        help="a reproducer, or a folder of them: work offline, start no request",
+    )
+    add(
+        "--limit",
+        type=float,
+        default=0.01,
+        help="relative error by norm that counts as wrong (default: %(default)s; bf16 rounding gives 0.002)",
+    )
+    add(
+        "--contexts",
+        default="1k,4k,16k",
+        help="prompts to send to a server in validate mode (default: %(default)s)",
+    )
+    add(
+        "--output-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="default: %(default)s",
+    )
+
+
+def run(args: argparse.Namespace, console: Any) -> Result:
+    return offline(args.dump, args.limit) if args.dump else online(args, console)
+
+
+def offline(path: Path, limit: float) -> Result:
+    files = sorted(path.glob(FILE_PATTERN)) if path.is_dir() else [path]
+    if not files or not files[0].exists():
+        raise KitError(
+            what=f"--dump {path}",
+            expected=f"a reproducer or a folder with {FILE_PATTERN}",
+            got="none",
+            remedy="In validate mode the server writes one for each mismatch to the folder it was given.",
+        )
+    judgements = [judge(load_reproducer(file), limit=limit) for file in files]
+    wrong = [j for j in judgements if j.verdict != "both-right"]
+    data = {
+        "mode": "offline",
+        "limit": limit,
+        "reproducers": [msgspec.to_builtins(j) for j in judgements],
+        "wrong": len(wrong),
+    }
+    return Result(
+        verb="probe-verify", data=data, exit_code=EXIT_FINDING if wrong else EXIT_OK
+    )
+
+
+def judge(r: Reproducer, *, limit: float) -> Judgement:
+    reference = recompute(r)
+    ours, theirs = (
+        deviation(r.tensors["out_kdtree"], reference),
+        deviation(r.tensors["out_reference"], reference),
+    )
+    bad = (
+        not ours.finite or ours.relative > limit,
+        not theirs.finite or theirs.relative > limit,
+    )
+    return Judgement(
+        file=r.path.name,
+        layer=r.layer,
+        context=r.context,
+        s_q=r.s_q,
+        h_q=r.h_q,
+        mask_layout=r.mask_layout,
+        kdtree=ours,
+        upstream=theirs,
+        verdict={
+            (False, False): "both-right",
+            (True, False): "kdtree-wrong",
+            (False, True): "upstream-wrong",
+            (True, True): "both-wrong",
+        }[bad],
+    )
+
+
+def deviation(out: Any, reference: Any) -> Deviation:
+    import torch
+
+    got = out.float()
+    finite = bool(torch.isfinite(got).all())
+    difference = torch.nan_to_num(
+        (got - reference).abs(), nan=float(torch.finfo(torch.float32).max)
+    )
+    # A bf16 number has 8 significant bits: the distance of neighbours at x is 2 ** (exponent(x) - 8),
+    # with frexp's exponent. The smallest normal number bounds it from below.
+    exponent = torch.frexp(reference)[1].clamp(min=-125)
+    over = difference > torch.ldexp(torch.ones_like(reference), exponent - 8)
+    norm = reference.norm()
+    return Deviation(
+        max_abs=float(difference.max()),
+        relative=float(difference.norm() / norm)
+        if norm > 0
+        else float(difference.max()),
+        rows_over_ulp=int(over.any(dim=-1).sum()),
+        finite=finite,
+    )
+
+
+def online(args: argparse.Namespace, console: Any) -> Result:
+    client = client_from(args, os.environ)
+    facts = client.facts()
+    mode = facts.raw.get("kdtree_verify")
+    if mode != "validate":
+        raise KitError(
+            what=f"{facts.url}/server_info: kdtree_verify",
+            expected="'validate'",
+            got=repr(mode),
+            remedy="Start the server with --attention-backend kdtree_sm120 --kdtree-verify validate --enable-metrics.",
+        )
+    before = validate_counters(client)
+    limit = facts.max_model_len
+    for context in parse_contexts(args.contexts):
+        if limit and context + args.output_tokens > limit:
+            continue
+        for kind in ("code", "prose", "phrase"):
+            prompts = PromptMaker(
+                client, load_source(kind), seed=0, run=secrets.token_hex(8)
+            )
+            with console.status(f"{kind} at {context:,} tokens"):
+                client.stream(
+                    prompts.make(context, repeat=0),
+                    max_tokens=args.output_tokens,
+                    temperature=0.0,
+                )
+    after = validate_counters(client)
+    data = {
+        "mode": "online",
+        "server": facts.public(),
+        **compare_counters(before, after),
+    }
+    bad = data["mismatches"] > 0 or data["rows_compared"] == 0
+    return Result(
+        verb="probe-verify", data=data, exit_code=EXIT_FINDING if bad else EXIT_OK
+    )
+
+
+def validate_counters(client: Client) -> dict[str, dict[str, float]]:
+    """Metric -> labels -> value, only those of validate mode."""
+    response = client.get("/metrics")
+    if response.status_code == 404:
+        raise KitError(
+            what=f"{client.url}/metrics",
+            expected="Prometheus metrics",
+            got="HTTP 404",
+            remedy="Start the server with --enable-metrics.",
+        )
+    return parse_counters(response.text)
+
+
+def parse_counters(text: str) -> dict[str, dict[str, float]]:
+    parser = require("prometheus_client.parser", needed_for="reading /metrics")
+    wanted = (
+        METRIC_ROWS,
+        METRIC_OVER_ULP,
+        METRIC_MISMATCHES,
+        METRIC_MAX_ABS,
+        METRIC_MEAN_REL,
+    )
+    found: dict[str, dict[str, float]] = {name: {} for name in wanted}
+    for family in parser.text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name in found:
+                labels = ",".join(
+                    f"{key}={value}" for key, value in sorted(sample.labels.items())
+                )
+                found[sample.name][labels] = sample.value
+    return found
+
+
+def compare_counters(before: dict, after: dict) -> dict[str, Any]:
+    def grown(name: str) -> int:
+        return round(
+            sum(
+                value - before[name].get(labels, 0.0)
+                for labels, value in after[name].items()
+            )
+        )
+
+    def worst(name: str) -> float | None:
+        return max(after[name].values(), default=None)
+
+    return {
+        "rows_compared": grown(METRIC_ROWS),
+        "rows_over_ulp": grown(METRIC_OVER_ULP),
+        "mismatches": grown(METRIC_MISMATCHES),
+        "max_abs_error": worst(METRIC_MAX_ABS),
+        "mean_rel_error": worst(METRIC_MEAN_REL),
+    }
+
+
+def render(result: Result, console: Any) -> None:
+    from rich.table import Table
+
+    data = result.data
+    if data["mode"] == "online":
+        console.print(
+            f"{data['rows_compared']:,} rows compared, {data['rows_over_ulp']:,} more than one bf16 ulp apart, "
+            f"{data['mismatches']:,} mismatches; worst max abs {data['max_abs_error']}, mean relative {data['mean_rel_error']}",
+            markup=False,
+        )
+        if data["rows_compared"] == 0:
+            console.print(
+                "Nothing was compared: no verify step reached the backend.",
+                style="bold red",
+            )
+        return
+    table = Table(
+        "file",
+        "layer",
+        "context",
+        "s_q x h_q",
+        "mask",
+        "kdtree: rel / max abs",
+        "upstream: rel / max abs",
+        "verdict",
+    )
+    for row in data["reproducers"]:
+        pairs = [
+            f"{row[key]['relative']:.1e} / {row[key]['max_abs']:.1e}"
+            for key in ("kdtree", "upstream")
+        ]
+        table.add_row(
+            row["file"],
+            str(row["layer"]),
+            f"{row['context']:,}",
+            f"{row['s_q']} x {row['h_q']}",
+            row["mask_layout"],
+            *pairs,
+            row["verdict"],
+        )
+    console.print(table)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every verb returns, and how it reaches the terminal or a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sglang.kdtree.errors import EXIT_OK, KitError
+
+
+class Result(msgspec.Struct, kw_only=True):
+    verb: str
+    data: dict[str, Any]
+    exit_code: int = EXIT_OK
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "schema": f"sglang.kdtree/{self.verb}/1",
+            "exit_code": self.exit_code,
+            **self.data,
+        }
+
+
+def dump_json(document: dict[str, Any]) -> str:
+    return json.dumps(document, indent=2, sort_keys=False, allow_nan=False)
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Replace the file in one step, so that a reader never sees half of it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(
+            dir=path.parent, prefix=path.name, suffix=".tmp"
+        )
+        with os.fdopen(handle, "w") as file:
+            file.write(dump_json(document) + "\n")
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except OSError as error:
+        raise KitError(
+            what=f"output file {path}",
+            expected="a writable path",
+            got=str(error),
+            remedy="Name another file with --output.",
+        ) from error
+
+
+def read_json(path: Path, *, argument: str) -> Any:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise KitError(
+            what=f"{argument} {path}",
+            expected="a readable JSON file",
+            got=error.strerror or str(error),
+            remedy="Check the path.",
+        ) from error
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise KitError(
+            what=f"{argument} {path}",
+            expected="complete JSON",
+            got=f"{error.msg} at line {error.lineno} column {error.colno} ({len(text)} characters read)",
+            remedy="The file is damaged or was cut off: write it again.",
+        ) from error
+
+
+def require_schema(document: Any, *, verb: str, source: str) -> dict[str, Any]:
+    wanted = f"sglang.kdtree/{verb}/1"
+    found = (
+        document.get("schema")
+        if isinstance(document, dict)
+        else type(document).__name__
+    )
+    if found != wanted:
+        raise KitError(
+            what=source,
+            expected=f'a document with "schema": "{wanted}"',
+            got=repr(found),
+            remedy=f"Write it with: python -m sglang.kdtree {verb.replace('-', ' ', 1) if verb.startswith(('bench-', 'probe-')) else verb} --output FILE",
+        )
+    return document
