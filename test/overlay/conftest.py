@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small upstream and a small fork of it, so that every failure can be shown in milliseconds; and the real ones."""
 
+import hashlib
+import shutil
 import sys
 import textwrap
 import zipfile
@@ -126,9 +128,9 @@ class SmallFork:
     def own(self, path: str, text: str) -> Path:
         return self.write(f"sglang/{path}", text)
 
-    def pin(self, **changes) -> upstream.Pin:
-        import hashlib
+    write_wheel = staticmethod(write_wheel)
 
+    def pin(self, **changes) -> upstream.Pin:
         digest = hashlib.sha256(self.wheel.path.read_bytes()).hexdigest()
         caps = {"files": 5, "lines": 50, "edits": 3, "inserted_lines": 9}
         fields = {"name": "sglang", "version": "1.0", "local": "kdtree.1", "sha256": {TAG: digest}, "caps": caps}
@@ -144,8 +146,15 @@ def small(tmp_path: Path) -> SmallFork:
 
 
 @pytest.fixture(scope="session")
-def pin() -> upstream.Pin:
-    return upstream.load_pin(plan.FORK)
+def fork(tmp_path_factory) -> Path:
+    """The real fork's sources as they are now: saving a file while the tests run does not disturb them."""
+    target = tmp_path_factory.mktemp("sources") / "python"
+    return shutil.copytree(plan.FORK, target, ignore=shutil.ignore_patterns("__pycache__", "build", "dist"))
+
+
+@pytest.fixture(scope="session")
+def pin(fork: Path) -> upstream.Pin:
+    return upstream.load_pin(fork)
 
 
 @pytest.fixture(scope="session")
@@ -154,11 +163,11 @@ def pinned(pin: upstream.Pin) -> upstream.Wheel:
 
 
 @pytest.fixture(scope="session")
-def fork_plan(pinned: upstream.Wheel) -> plan.Plan:
-    return plan.make_plan(plan.FORK, pinned)
+def fork_plan(fork: Path, pinned: upstream.Wheel) -> plan.Plan:
+    return plan.make_plan(fork, pinned)
 
 
 @pytest.fixture(scope="session")
-def fork_wheel(pin, pinned, fork_plan, tmp_path_factory) -> Path:
+def fork_wheel(fork, pin, pinned, fork_plan, tmp_path_factory) -> Path:
     """The real fork, built."""
-    return pack.build(plan.FORK, pin, pinned, fork_plan, tmp_path_factory.mktemp("fork"))
+    return pack.build(fork, pin, pinned, fork_plan, tmp_path_factory.mktemp("fork"))

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The delta stays small: capped, counted, and shown in the README as it is."""
+
+from pathlib import Path
+
+import pytest
+from overlay import delta
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_delta_is_below_its_caps(fork_plan, pin):
+    assert delta.over_caps(delta.measure(fork_plan), pin) == []
+
+
+def test_the_readme_shows_the_delta(fork_plan, pin):
+    """`make delta` prints the line; replace it in the README."""
+    assert delta.line(fork_plan, pin) in (ROOT / "README.md").read_text().splitlines()
+
+
+def test_the_measure_counts(small):
+    assert delta.measure(small.plan()) == delta.Delta(files=1, lines=1, edits=1, modules=1, inserted_lines=1)
+
+
+@pytest.mark.parametrize("name", ["files", "lines", "edits", "inserted_lines"])
+def test_each_cap_refuses(small, name):
+    pin = small.pin(caps=small.pin().caps | {name: 0})
+    (message,) = delta.over_caps(delta.measure(small.plan()), pin)
+    assert message.startswith(f"{name} is 1, the cap in UPSTREAM.toml is 0")
+
+
+def test_the_report_lists_what_we_would_like_to_lose(fork_plan, pin):
+    report = delta.report(fork_plan, pin)
+    for edit in fork_plan.edits:
+        assert edit.place in report and edit.why in report and edit.retire_when in report and edit.upstream in report
+
+
+def test_the_version_is_written_in_one_place(pin):
+    """Outside UPSTREAM.toml the number may appear in prose about it, never in code."""
+    sources = [path for folder in ("python", "scripts") for path in (ROOT / folder).rglob("*.py")]
+    assert len(sources) > 10
+    assert [str(path) for path in sources if f'"{pin.version}"' in path.read_text()] == []

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text server starts beside a CPU torch, whichever build of torchvision is installed."""
+
+import subprocess
+import sys
+
+import pytest
+
+FAKE = """
+import torch
+@torch.library.register_fake("torchvision::nms")
+def nms(dets, scores, iou_threshold):
+    return dets
+@torch.library.register_fake("torchvision::qnms")
+def qnms(dets, scores, iou_threshold):
+    return dets
+"""
+
+
+def python(code: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, **options)
+
+
+def test_sglang_imports_beside_a_cpu_torch():
+    """Drop the edit of sglang/__init__.py and nothing declares the operators before torchvision is imported."""
+    result = python("import sglang, sys; assert 'sglang._torchvision_ops' in sys.modules; import torchvision.transforms")
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture
+def stub(tmp_path):
+    """A torchvision whose compiled operators do not load, as the CUDA build beside a CPU torch."""
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision/__init__.py").write_text(FAKE)
+    (tmp_path / "torchvision/_C.so").write_bytes(b"not a library")
+    return tmp_path
+
+
+HEAD = "import sys; sys.path.insert(0, {0!r}); import torch; torch.version.cuda = {1!r}; import importlib.util as u; "
+LOAD = (
+    "s = u.spec_from_file_location('ops', {2!r}); m = u.module_from_spec(s); s.loader.exec_module(m); "
+    "print(m.declare_missing_operators()); import torchvision"
+)
+
+
+def load(stub, cuda=None, tail=""):
+    import sglang._torchvision_ops as ops
+
+    return python((HEAD + LOAD).format(str(stub), cuda, ops.__file__) + tail)
+
+
+def test_without_the_declaration_the_import_fails(stub):
+    result = python(HEAD.format(str(stub), None) + "import torchvision")
+    assert "operator torchvision::nms does not exist" in result.stderr
+
+
+def test_the_declaration_lets_it_import_once(stub):
+    result = load(stub)
+    # Loading the module declared both; a second call finds nothing left to do.
+    assert result.returncode == 0 and result.stdout == "[]\n", result.stderr
+
+
+def test_a_declared_operator_has_no_kernel(stub):
+    result = load(stub, tail="; torch.ops.torchvision.nms(torch.ones(1, 4), torch.ones(1), 0.5)")
+    assert "NotImplementedError" in result.stderr
+
+
+def test_a_gpu_build_of_torch_is_left_alone(stub):
+    assert "operator torchvision::nms does not exist" in load(stub, cuda="13.0").stderr
