@@ -3,14 +3,15 @@
 
     python benchmark/kernels/arithmetic_sm120.py benchmark/results/h200/mla_tree_verify.json
 
-The model of one call, all terms counted from the tile's shape (see `Tile` and `tile_for`) and from the card's rates:
+One call, with every term but two counted from the kernel's work distribution (csrc/mla_tree_verify/schedule.h, mirrored
+here and compared by a test) and from the card's rates:
 
-    tile   = max(MMA clocks, shared-memory clocks) + softmax clocks + stall clocks       one row tile x one KV tile
-    call   = fixed us + max(tiles of the busiest SM x tile, DRAM us, L2 us) + merge us
+    tile = max(MMA clocks, shared-memory clocks) + stall clocks           16 tokens x one row tile, on one SM
+    call = fixed us + max(tiles of the busiest column x tile, DRAM us, L2 us) + merge us
 
-Two numbers are not counted but fitted on the measured rows, over all of them at once: `fixed us` (launches, prologue,
-plan) and `stall clocks` a tile (barriers and latency that nothing hides). The table prints the model beside every
-measured row with its error. A card that was not measured takes the same two numbers, its own rates, and the heading
+Fitted on the measured rows, all of them at once: `fixed us` (launches, prologue, the plan) and `stall clocks` (what
+the two kinds of warps wait for each other and for memory, a tile). The table prints the model beside every measured
+row with its error. A card that nobody has measured takes the same two numbers and its own rates, and is headed
 'arithmetic'.
 """
 
@@ -25,14 +26,18 @@ from pathlib import Path
 from verify_bench import counters, results
 from verify_bench.shapes import Shape
 
+# schedule.h
+TILE_TOKENS = 16
+MIN_TILES_PER_COLUMN = 4
+MAX_ROW_BLOCKS = 5
+# config.h
+VALUE_WARPS = 4
+
 MMA_FLOP = 2 * 16 * 8 * 16
-# 16 x 8 x 16 MMAs for 16 KV rows x 8 query rows: 576 / 16 for the scores and 512 / 16 for the values.
+# 16 x 8 x 16 MMAs of 16 KV rows and 8 query rows: 576 / 16 for the scores and 512 / 16 for the values.
 MMA_PER_BLOCK = counters.D_QK // 16 + counters.D_V // 16
 SMEM_BYTES_PER_CLOCK = 128
-# Instructions per score in the softmax step (scale, compare, exp2, sum, convert, mask test), at 128 lanes a clock and
-# SM.
-SOFTMAX_OPS_PER_SCORE = 8
-LANES = 128
+SCORE_BYTES = TILE_TOKENS * 8 * 4  # of a row block, fp32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Gpu:
     sms: int
     clock_ghz: float
     mma_flop_per_clock: float  # an SM, bf16 with fp32 accumulation, by mma.sync
-    dram_gbps: float  # reachable, not the data sheet's
+    dram_gbps: float  # what a kernel reaches, not the data sheet's
     l2_gbps: float
     measured: bool = False
 
@@ -50,41 +55,15 @@ class Gpu:
         return self.sms * self.mma_flop_per_clock * self.clock_ghz * 1e-3
 
 
-# Share of the data sheet's DRAM rate that a copy reaches: 4.26 of 4.8 TB/s on the H200.
+# Of the data sheet's 4.8 TB/s an H200 copies 4.26: the same share is assumed elsewhere.
 DRAM_SHARE = 0.89
-# 1,792 GB/s is the data sheet's (512-bit GDDR7 at 28 Gb/s). 1024 FLOP a clock and SM is full-rate fp32 accumulation
-# (504 TFLOP/s at boost); the GeForce card has half of it (209.5 TFLOP/s). L2: 64 B a clock and SM, an assumption:
-# nobody has measured it here.
+# Data sheet: 188 and 170 SMs, 1,792 GB/s (512 bits of GDDR7 at 28 Gb/s). 1024 FLOP a clock and SM is fp32
+# accumulation at full rate (504 TFLOP/s at boost, from memory of a white paper); GeForce has half of it (209.5
+# TFLOP/s published). Assumed, nobody has measured them here: 2.4 GHz held, and 64 B a clock and SM out of L2.
 ARITHMETIC_GPUS = (
     Gpu("RTX PRO 6000", 188, 2.4, 1024, 1792 * DRAM_SHARE, 188 * 64 * 2.4),
     Gpu("RTX 5090", 170, 2.4, 512, 1792 * DRAM_SHARE, 170 * 64 * 2.4),
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """What one block works on at a time: `rows` query rows against `tokens` KV rows."""
-
-    rows: int
-    tokens: int
-    warps: int = 8
-
-    def mma_clocks(self, gpu: Gpu) -> float:
-        return self.tokens / 16 * math.ceil(self.rows / 8) * MMA_PER_BLOCK * MMA_FLOP / gpu.mma_flop_per_clock
-
-    def smem_bytes(self, kv_bytes_per_element: int) -> int:
-        """KV: written once, read for the scores and for the values. Scores: partial sums of 4 warps, written and read.
-        P: written once, read by every warp."""
-        kv = self.tokens * kv_bytes_per_element * (counters.D_QK + counters.D_QK + counters.D_V)
-        scores = self.rows * self.tokens * 4 * 4 * 2
-        p = self.rows * self.tokens * 2 * (1 + self.warps)
-        return kv + scores + p
-
-    def smem_clocks(self, kv_bytes_per_element: int) -> float:
-        return self.smem_bytes(kv_bytes_per_element) / SMEM_BYTES_PER_CLOCK
-
-    def softmax_clocks(self) -> float:
-        return self.rows * self.tokens * SOFTMAX_OPS_PER_SCORE / LANES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +74,7 @@ class Fit:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    tile_us: float  # the busiest SM's tiles
+    tile_us: float  # the tiles of the busiest column
     dram_us: float
     l2_us: float
     merge_us: float
@@ -107,50 +86,68 @@ class Estimate:
 
     @property
     def bound(self) -> str:
-        parts = {"tile": self.tile_us, "DRAM": self.dram_us, "L2": self.l2_us, "fixed": self.fixed_us + self.merge_us}
-        return max(parts, key=parts.get)
+        parts = {"tiles": self.tile_us, "DRAM": self.dram_us, "L2": self.l2_us, "fixed": self.fixed_us + self.merge_us}
+        return max(parts, key=parts.__getitem__)
 
 
-def tile_for(shape: Shape) -> Tile:
-    """The kernel's tile at this shape."""
-    return Tile(rows=40, tokens=32)
+def row_blocks_per_tile(rows: int) -> int:
+    """Row tile in blocks of 8 rows: the n that makes tiles x (n + 3) least, the larger n of two equals."""
+    blocks = -(-rows // 8)
+    return min(range(MAX_ROW_BLOCKS, 0, -1), key=lambda n: -(-blocks // n) * (n + 3))
 
 
-def estimate(shape: Shape, gpu: Gpu, fit: Fit, tile: Tile | None = None) -> Estimate:
-    tile = tile or tile_for(shape)
-    element = counters.KV_BYTES[shape.kv_dtype]
+def num_row_tiles(rows: int) -> int:
+    return -(-rows // (8 * row_blocks_per_tile(rows)))
+
+
+def num_columns(num_tiles: int, row_tiles: int, sms: int) -> int:
+    """Columns of blocks that share the line of tiles; each has one block a row tile."""
+    return min(max(1, num_tiles // MIN_TILES_PER_COLUMN), max(1, sms // row_tiles))
+
+
+def mma_clocks(row_blocks: int, gpu: Gpu) -> float:
+    return row_blocks * MMA_PER_BLOCK * MMA_FLOP / gpu.mma_flop_per_clock
+
+
+def smem_clocks(row_blocks: int, kv_dtype: str) -> float:
+    """KV: written, read for the scores, read for the values. Half of the scores change warps. P: written, read by 4."""
+    kv = TILE_TOKENS * counters.KV_BYTES[kv_dtype] * (counters.D_QK + counters.D_QK + counters.D_V)
+    exchange = row_blocks * SCORE_BYTES * 2
+    p = row_blocks * 8 * TILE_TOKENS * 2 * (1 + VALUE_WARPS)
+    return (kv + exchange + p) / SMEM_BYTES_PER_CLOCK
+
+
+def estimate(shape: Shape, gpu: Gpu, fit: Fit) -> Estimate:
     rows = shape.s_q * shape.h_q
-    row_tiles = math.ceil(rows / tile.rows)
-    kv_tiles = sum(math.ceil((p + shape.s_q) / tile.tokens) for p in shape.prefixes)
-    busiest = math.ceil(row_tiles * kv_tiles / gpu.sms)
-    clocks = max(tile.mma_clocks(gpu), tile.smem_clocks(element)) + tile.softmax_clocks() + fit.stall_clocks
-    # Partials: fp32, written by each block and read by the merge, through L2.
-    blocks = min(gpu.sms, row_tiles * kv_tiles)
-    partial_bytes = 2 * blocks * tile.rows * counters.D_V * 4
+    row_blocks, row_tiles = row_blocks_per_tile(rows), num_row_tiles(rows)
+    num_tiles = sum(-(-(p + shape.s_q) // TILE_TOKENS) for p in shape.prefixes)
+    columns = num_columns(num_tiles, row_tiles, gpu.sms)
+    waves = -(-columns * row_tiles // gpu.sms)  # more row tiles than SMs
+    clocks = max(mma_clocks(row_blocks, gpu), smem_clocks(row_blocks, shape.kv_dtype)) + fit.stall_clocks
+    partials = (columns + shape.bs - 1) * row_tiles * row_blocks * 8 * counters.D_V * 4
     return Estimate(
-        tile_us=busiest * clocks / gpu.clock_ghz * 1e-3,
+        tile_us=waves * -(-num_tiles // columns) * clocks / gpu.clock_ghz * 1e-3,
         dram_us=counters.kv_bytes(shape) / gpu.dram_gbps * 1e-3,
         l2_us=row_tiles * counters.kv_bytes(shape) / gpu.l2_gbps * 1e-3,
-        merge_us=partial_bytes / gpu.l2_gbps * 1e-3,
+        merge_us=2 * partials / gpu.l2_gbps * 1e-3,
         fixed_us=fit.fixed_us,
     )
 
 
 def measured_gpu(data: dict) -> Gpu:
     """The card of a result file, by the rates that were measured on it."""
-    gpu, c = data["header"]["gpu"], data["header"]["ceilings"]
-    needed = ("copy_gbps", "mma_tflops", "l2_read_gbps")
-    if not gpu or any(not c.get(k) for k in needed) or "clocks_sm" not in gpu:
+    gpu, rates = data["header"]["gpu"], data["header"]["ceilings"]
+    if not gpu or "clocks_sm" not in gpu or any(not rates.get(k) for k in ("copy_gbps", "mma_tflops", "l2_read_gbps")):
         raise ValueError("the result file has no measured rates of a GPU (copy, mma.sync, L2, SM clock)")
     clock = float(gpu["clocks_sm"].split()[0]) * 1e-3
-    flop = c["mma_tflops"] * 1e3 / gpu["sms"] / clock
-    return Gpu(
-        gpu["name"], gpu["sms"], clock, flop, c.get("read_gbps") or c["copy_gbps"], c["l2_read_gbps"], measured=True
-    )
+    flop = rates["mma_tflops"] * 1e3 / gpu["sms"] / clock
+    dram = rates.get("read_gbps") or rates["copy_gbps"]
+    return Gpu(gpu["name"], gpu["sms"], clock, flop, dram, rates["l2_read_gbps"], measured=True)
 
 
 def our_rows(data: dict) -> list[dict]:
-    rows = [r for r in data["rows"] if r["arm"] == "ours"]
+    """Ours at page size 1: the model knows nothing of pages."""
+    rows = [r for r in data["rows"] if r["arm"] == "ours" and r["page_size"] == 1]
     if not rows:
         raise ValueError("the result file has no row of ours")
     return rows
@@ -158,20 +155,22 @@ def our_rows(data: dict) -> list[dict]:
 
 def fit(rows: list[dict], gpu: Gpu) -> Fit:
     """The two free numbers, by least squares of the logarithms: a coarse grid, then finer ones around its best."""
-    shapes = [(results.shape_of(r), math.log(r["us_p50"])) for r in rows]
+    targets = [(results.shape_of(r), math.log(r["us_p50"])) for r in rows]
 
     def loss(candidate: Fit) -> float:
-        return sum((math.log(estimate(s, gpu, candidate).total_us) - t) ** 2 for s, t in shapes)
+        return sum((math.log(estimate(shape, gpu, candidate).total_us) - t) ** 2 for shape, t in targets)
 
-    best, span = Fit(6.0, 1500.0), (6.0, 1500.0)
+    best, span = Fit(5.0, 300.0), Fit(5.0, 300.0)
     for _ in range(12):
         grid = [
-            Fit(max(0.0, best.fixed_us + span[0] * i / 4), max(0.0, best.stall_clocks + span[1] * j / 4))
+            Fit(
+                max(0.0, best.fixed_us + span.fixed_us * i / 4), max(0.0, best.stall_clocks + span.stall_clocks * j / 4)
+            )
             for i in range(-4, 5)
             for j in range(-4, 5)
         ]
         best = min([best, *grid], key=loss)
-        span = (span[0] / 2, span[1] / 2)
+        span = Fit(span.fixed_us * 0.6, span.stall_clocks * 0.6)
     return best
 
 
@@ -179,27 +178,19 @@ def report_table(data: dict) -> tuple[list[str], list[list[str]]]:
     gpu, rows = measured_gpu(data), our_rows(data)
     fitted = fit(rows, gpu)
     columns = ["bs, q, h", "prefix", "KV", f"{gpu.name}: measured us", "model us", "error", "bound by"]
-    columns += [f"{g.name}: arithmetic us" for g in ARITHMETIC_GPUS] + ["bound by"]
+    for g in ARITHMETIC_GPUS:
+        columns += [f"{g.name}: arithmetic us", "bound by"]
     out = []
     for r in rows:
         shape = results.shape_of(r)
-        if shape.page_size > 1:
-            continue
         here = estimate(shape, gpu, fitted)
-        there = [estimate(shape, g, fitted) for g in ARITHMETIC_GPUS]
-        prefix = "+".join(f"{p:,}" for p in dict.fromkeys(shape.prefixes))
-        out.append(
-            [
-                f"{shape.bs}, {shape.s_q}, {shape.h_q}",
-                prefix,
-                shape.kv_dtype,
-                f"{r['us_p50']:.1f}",
-                f"{here.total_us:.1f}",
-            ]
-            + [f"{100 * (here.total_us / r['us_p50'] - 1):+.0f} %", here.bound]
-            + [f"{t.total_us:.0f}" for t in there]
-            + [there[0].bound]
-        )
+        cells = [f"{shape.bs}, {shape.s_q}, {shape.h_q}", "+".join(f"{p:,}" for p in dict.fromkeys(shape.prefixes))]
+        cells += [shape.kv_dtype, f"{r['us_p50']:.1f}", f"{here.total_us:.1f}"]
+        cells += [f"{100 * (here.total_us / r['us_p50'] - 1):+.0f} %", here.bound]
+        for g in ARITHMETIC_GPUS:
+            there = estimate(shape, g, fitted)
+            cells += [f"{there.total_us:.0f}", there.bound]
+        out.append(cells)
     return columns, out
 
 
@@ -220,7 +211,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"fitted: {fitted.fixed_us:.1f} us fixed, {fitted.stall_clocks:.0f} stall clocks a tile")
     widths = [max(len(r[i]) for r in [columns, *rows]) for i in range(len(columns))]
     for r in [columns, *rows]:
-        print("  ".join(cell.rjust(w) for cell, w in zip(r, widths, strict=False)))
+        print("  ".join(cell.rjust(w) for cell, w in zip(r, widths, strict=True)))
     return 0
 
 
