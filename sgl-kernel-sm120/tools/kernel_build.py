@@ -172,10 +172,11 @@ def check_symbols(library: Path) -> None:
     for family, text in set(re.findall(r"Name: (GLIBCXX|GLIBC|CXXABI|GCC)_([0-9.]+)", versions)):
         if tuple(map(int, text.split("."))) > NEWEST_SYMBOL[family]:
             raise SystemExit(f"{library.name} needs {family}_{text}, newer than {PLATFORM}")
-    undefined = re.findall(r" UND (\S+)$", run(["readelf", "--dyn-syms", "-W", str(library)]), flags=re.M)
-    declared = (CSRC / "torch_abi.h").read_text()
-    foreign = [s for s in undefined if "@" not in s and not s.startswith(("_ITM_", "__gmon_start__"))]
-    unknown = sorted(s for s in foreign if not re.search(rf"\b{re.escape(s)}\(", declared))
+    # Columns of readelf: number, value, size, type, bind, visibility, section, name. A weak symbol may stay undefined.
+    table = [line.split() for line in run(["readelf", "--dyn-syms", "-W", str(library)]).splitlines()]
+    foreign = [row[7] for row in table if len(row) == 8 and row[4] == "GLOBAL" and row[6] == "UND"]
+    declared = set(re.findall(r"\b(\w+)\(", (CSRC / "torch_abi.h").read_text()))
+    unknown = sorted(set(foreign) - declared)
     if unknown:
         raise SystemExit(f"{library.name} has undefined symbols that csrc/torch_abi.h does not declare: {unknown}")
 

@@ -46,26 +46,29 @@ def mla_tree_verify_reference(
     b, s_q, h_q, _ = q.shape
     out = q.new_empty(b, s_q, h_q, D_V) if out is None else out
     for r in range(b):
-        prefix, slots, flags = slots_of_request(r, s_q, kv_cache.shape[0], kv_indptr, kv_indices, draft_slots)
-        drafts = slots.numel() - prefix
+        prefix, slots, list_flag = slots_of_request(r, s_q, kv_cache.shape[0], kv_indptr, kv_indices, draft_slots)
         tree, mask_flag = visible_draft_keys(r, s_q, prefix, tree_mask, mask_layout, mask_indptr, device=q.device)
-        visible = torch.cat([tree.new_ones(s_q, prefix), tree[:, :drafts]], dim=1)
+        visible = torch.cat([tree.new_ones(s_q, prefix), tree[:, : slots.numel() - prefix]], dim=1)
 
         keys = gather_rows(kv_cache, slots).to(compute_dtype)
         scores = torch.einsum("qhd,nd->qhn", q[r].to(compute_dtype), keys) * (sm_scale * k_scale)
         if logit_cap > 0:
             scores = logit_cap * torch.tanh(scores / logit_cap)
-        scores = scores.masked_fill(~visible[:, None, :], float("-inf"))
-
-        log_sum = scores.logsumexp(dim=-1, keepdim=True)
-        empty = log_sum == float("-inf")  # a row that sees no key: out 0, lse -inf
-        weights = torch.exp(scores - log_sum.masked_fill(empty, 0.0))
+        weights, log_sum = softmax_of_visible(scores, visible)
         out[r] = (weights @ (keys[:, :D_V] * v_scale)).to(out.dtype)
         if lse is not None:
-            lse[r] = log_sum.squeeze(-1)
+            lse[r] = log_sum
         if status is not None:
-            status.bitwise_or_(int(flags | mask_flag))
+            status.bitwise_or_(int(list_flag | mask_flag))
     return out
+
+
+def softmax_of_visible(scores, visible):
+    """scores [s_q, h_q, n], visible [s_q, n] -> weights like scores, lse [s_q, h_q]; a row that sees nothing: 0 and -inf."""
+    scores = scores.masked_fill(~visible[:, None, :], float("-inf"))
+    log_sum = scores.logsumexp(dim=-1)
+    finite = log_sum.masked_fill(log_sum == float("-inf"), 0.0)
+    return torch.exp(scores - finite[..., None]), log_sum
 
 
 def slots_of_request(r, s_q, num_slots, kv_indptr, kv_indices, draft_slots):
