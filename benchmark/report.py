@@ -227,15 +227,16 @@ TABLES: dict[str, Callable[[dict], str]] = {
 
 
 def render(text: str, load: Callable[[str], dict], where: str) -> str:
-    """The document with every block filled in."""
+    """The document with every block filled in; a block inside a ``` fence is an example and stays."""
     out: list[str] = []
     lines = text.split("\n")
-    i = 0
+    i, fenced = 0, False
     while i < len(lines):
         out.append(lines[i])
-        m = OPEN.match(lines[i])
+        fenced ^= lines[i].startswith("```")
+        m = None if fenced else OPEN.match(lines[i])
         if not m:
-            if lines[i].startswith("<!-- results:"):
+            if not fenced and lines[i].startswith("<!-- results:"):
                 raise ReportError(f"{where}:{i + 1}: expected '<!-- results: TABLE FILE -->', got '{lines[i]}'")
             i += 1
             continue

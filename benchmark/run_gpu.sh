@@ -27,6 +27,7 @@ done
 [ ${#steps[@]} -gt 0 ] || steps=(test bench sanitize plot)
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
+pytest=("$python" -m pytest "$root/test/kernels" -m gpu -q -p no:cacheprovider)
 bench=("$python" "$here/kernels/bench_mla_tree_verify.py")
 export PYTHONUNBUFFERED=1
 if [ -n "$bundle" ]; then
@@ -46,19 +47,23 @@ step() { # step NAME SECONDS COMMAND...
   [ $rc = 0 ] || failed=1
 }
 
-sanitize() { # every tool over small shapes that between them take every path: one tile, ragged, pages, fp8, several row tiles
-  local tool
+# Every tool over the cases that between them take every path: tile edges, empty and ragged lists, pages, fp8, more than one
+# mask word, more heads than one row tile, a large batch; and the row moves. Only our kernels are instrumented.
+cases="(float64_reference and (edges or empty-and-short or page-16 or bits-s_q-65 or fp8-scales or h_q-64 or batch-256))"
+cases+=" or test_buffers_of_every_kind"
+sanitize() {
+  local tool only=()
   command -v compute-sanitizer >/dev/null || { echo "run_gpu.sh: no compute-sanitizer on PATH"; failed=1; return; }
+  compute-sanitizer --help 2>&1 | grep -q -- --kernel-regex && only=(--kernel-regex kns=sgl_kernel_sm120)
   for tool in memcheck racecheck initcheck synccheck; do
-    step "sanitize-$tool" "${SANITIZE_TIMEOUT:-120}" compute-sanitizer --tool "$tool" --kernel-regex kns=sgl_kernel_sm120 --error-exitcode 9 \
-      "${bench[@]}" --check-only --arms ours --layers 1 --require ours \
-      --shape prefix=700 prefix=2000+5+0,q=17,page=16 prefix=700,kv=fp8 prefix=900,q=33,h=16
+    step "sanitize-$tool" "${SANITIZE_TIMEOUT:-120}" compute-sanitizer --tool "$tool" "${only[@]}" --error-exitcode 9 \
+      "${pytest[@]}" -k "$cases"
   done
 }
 
 for s in "${steps[@]}"; do
   case $s in
-    test) step test "${TEST_TIMEOUT:-300}" "$python" -m pytest "$root/test/kernels" -m gpu -q -p no:cacheprovider ;;
+    test) step test "${TEST_TIMEOUT:-300}" "${pytest[@]}" ;;
     bench) step bench "${BENCH_TIMEOUT:-500}" "${bench[@]}" --out "$out/mla_tree_verify.json" "$@" ;;
     sanitize) sanitize ;;
     plot) step plot 60 "$python" "$here/kernels/plot_mla_tree_verify.py" "$out/mla_tree_verify.json" --out "$out" ;;

@@ -138,6 +138,14 @@ def test_only_documents_with_blocks_outside_build_folders(tree):
     assert report.documents(tree) == [path]
 
 
+def test_an_example_in_a_fence_is_left_alone(tree):
+    example = "```\n<!-- results: context none.json -->\n<!-- /results -->\n```\n"
+    path = write(tree, "context", body="old\n")
+    path.write_text(example + path.read_text())
+    assert report.main([], root=tree) == 0
+    assert path.read_text().startswith(example) and "| 4,096 |" in path.read_text()
+
+
 def test_the_tree_is_up_to_date():
     """Every table in this repository's documents is what its result file gives."""
     assert report.main(["--check"]) == 0

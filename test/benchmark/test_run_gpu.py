@@ -2,6 +2,7 @@
 """The one command for a GPU host, with a stand-in for Python that records what it was asked to run."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -20,7 +21,9 @@ def run(tmp_path):
     )
     sanitizer = tmp_path / "bin" / "compute-sanitizer"
     sanitizer.parent.mkdir()
-    sanitizer.write_text(f'#!/bin/bash\necho "sanitizer $*" >> {log}\n')
+    sanitizer.write_text(
+        '#!/bin/bash\n[ "$1" = --help ] && { echo "  --kernel-regex arg"; exit; }\n' + f'echo "sanitizer $*" >> {log}\n'
+    )
     for f in (python, sanitizer):
         f.chmod(0o755)
     bundle = tmp_path / "bundle"
@@ -48,9 +51,22 @@ def test_all_steps_in_order(run):
         and "--commit abc123" in calls[1]
     )
     assert [c.split()[2] for c in calls[2:6]] == ["memcheck", "racecheck", "initcheck", "synccheck"]
-    assert all("--check-only" in c and "--arms ours" in c for c in calls[2:6])
+    assert all("--kernel-regex kns=sgl_kernel_sm120" in c and "-m pytest" in c for c in calls[2:6])
     assert "plot_mla_tree_verify.py" in calls[6]
     assert {p.name for p in run.out.iterdir()} >= {"test.log", "bench.log", "plot.log", "sanitize-racecheck.log"}
+
+
+def test_sanitized_cases_exist():
+    """Every name of the selection matches a case or a test: a renamed case must not leave the selection silently."""
+    from kernels.cases import CASES
+
+    text = SCRIPT.read_text()
+    names = re.search(r"float64_reference and \((.*?)\)", text).group(1).split(" or ")
+    assert len(names) >= 6
+    for name in names:
+        assert any(name in case.name for case in CASES), name
+    tests = "".join(p.read_text() for p in (SCRIPT.parents[1] / "test" / "kernels").glob("test_*.py"))
+    assert "def test_kernel_equals_float64_reference(" in tests and "def test_buffers_of_every_kind" in tests
 
 
 def test_a_failed_step_fails_the_run_but_not_the_rest(run):

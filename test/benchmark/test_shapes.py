@@ -46,3 +46,18 @@ def test_default_groups_hold_what_the_tables_need():
 
 def test_select_keeps_order_and_drops_repeats():
     assert shapes.select(["context"], ["prefix=1024", "prefix=77"]) == [*shapes.GROUPS["context"], Shape((77,))]
+
+
+def test_every_timed_kernel_instance_has_a_correctness_case():
+    """What the benchmark times, the tests check: same KV dtype, row tile, one row tile or several, page size."""
+    from arithmetic_sm120 import num_row_tiles, row_blocks_per_tile
+    from kernels.cases import CASES
+
+    def instance(kv_dtype, rows):
+        return kv_dtype, row_blocks_per_tile(rows), num_row_tiles(rows) > 1
+
+    instances = {instance(c.kv, c.s_q * c.h_q) for c in CASES}
+    pages = {(c.kv, c.page_size) for c in CASES}
+    for shape in shapes.select(list(shapes.GROUPS), []):
+        assert instance(shape.kv_dtype, shape.s_q * shape.h_q) in instances, shape
+        assert (shape.kv_dtype, shape.page_size) in pages, shape
