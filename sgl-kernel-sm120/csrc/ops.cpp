@@ -13,9 +13,11 @@ void implement(TorchLibraryHandle library, const char* name) {
     torch_abi::fail(std::string("cannot register the CUDA kernel of ") + name);
 }
 
-// The handle is never freed: that would unregister the ops, at exit from a torch that may be gone already.
+// The handle is never freed: that would unregister the ops, at exit from a torch that may be gone
+// already.
 [[maybe_unused]] const bool registered = [] {
-  const auto library = TORCH_ABI_GET(TorchLibraryHandle, aoti_torch_library_init_impl, "sgl_kernel_sm120", "CUDA", __FILE__, uint32_t{__LINE__});
+  const auto library = TORCH_ABI_GET(TorchLibraryHandle, aoti_torch_library_init_impl,
+                                     "sgl_kernel_sm120", "CUDA", __FILE__, uint32_t{__LINE__});
 #if __has_include("mla_tree_verify/launch.cuh")
   implement<api::mla_tree_verify>(library, "mla_tree_verify");
   implement<api::mla_tree_verify_plan>(library, "mla_tree_verify_plan");
@@ -31,12 +33,19 @@ void implement(TorchLibraryHandle library, const char* name) {
 // Plain C for Python's ctypes: _library.py, attention.py.
 #define SGL_KERNEL_SM120_EXPORT extern "C" __attribute__((visibility("default")))
 SGL_KERNEL_SM120_EXPORT const char* sgl_kernel_sm120_archs() { return SGL_KERNEL_SM120_ARCHS; }
-SGL_KERNEL_SM120_EXPORT const char* sgl_kernel_sm120_nvcc_version() { return SGL_KERNEL_SM120_NVCC; }
+SGL_KERNEL_SM120_EXPORT const char* sgl_kernel_sm120_nvcc_version() {
+  return SGL_KERNEL_SM120_NVCC;
+}
 #if __has_include("mla_tree_verify/launch.cuh")
-SGL_KERNEL_SM120_EXPORT int64_t sgl_kernel_sm120_mla_tree_verify_workspace_bytes(int32_t b, int32_t s_q, int32_t h_q, int32_t num_sms) {
+SGL_KERNEL_SM120_EXPORT int64_t sgl_kernel_sm120_mla_tree_verify_workspace_bytes(int32_t b,
+                                                                                 int32_t s_q,
+                                                                                 int32_t h_q,
+                                                                                 int32_t num_sms) {
   return sgl_kernel_sm120::mla_tree_verify_workspace_bytes(b, s_q, h_q, num_sms);
 }
-SGL_KERNEL_SM120_EXPORT int64_t sgl_kernel_sm120_mla_tree_verify_plan_ints(int32_t b, int32_t s_q, int32_t h_q, int32_t num_sms) {
+SGL_KERNEL_SM120_EXPORT int64_t sgl_kernel_sm120_mla_tree_verify_plan_ints(int32_t b, int32_t s_q,
+                                                                           int32_t h_q,
+                                                                           int32_t num_sms) {
   return sgl_kernel_sm120::mla_tree_verify_plan_ints(b, s_q, h_q, num_sms);
 }
 #endif

@@ -1,32 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
-// One struct per op: what the host hands to a launch function, and a kernel may take by value. No torch here.
+// One struct per op: what the host hands to a launch function, and a kernel may take by value. No
+// torch here.
 #pragma once
 #include <cstdint>
 
 namespace sgl_kernel_sm120 {
 
-// The values are those of MaskLayout in python/sgl_kernel_sm120/reference.py; test_api.py compares them.
+// The values are those of MaskLayout in python/sgl_kernel_sm120/reference.py; test_api.py compares
+// them.
 enum class MaskLayout : int32_t { kCausal = 0, kQlen = 1, kBits = 2, kFull = 3 };
 
 // Bits that a kernel ORs into params.status; Status in reference.py.
 enum StatusBit : int32_t { kListClamped = 1, kSlotClamped = 2, kMaskClamped = 4 };
 
 struct MlaTreeVerifyParams {
-  // Inputs. Strides are in elements; a pointer marked "or null" is null when the caller passed no tensor.
-  const void* q;               // [b, s_q, h_q, 576] bf16, strides q_stride_*, last dimension contiguous
-  const void* kv_cache;        // [num_slots, 576] bf16 or fp8_e4m3, row stride kv_stride
-  const void* kv_indptr;       // [b + 1] int32 or int64 (indptr_is_64)
-  const void* kv_indices;      // [num_indices] int32 or int64 (indices_are_64)
-  const void* draft_slots;     // [b, s_q] like kv_indices, or null: the last s_q entries of each list are the draft slots
-  const void* tree_mask;       // by mask_layout: null | u8 [b, s_q, s_q] | u64 [b, s_q, ceil(s_q / 64)] | u8 [mask_bytes]
-  const int64_t* mask_indptr;  // [b] (or [b + 1]) byte offsets of the requests' blocks in a full mask, or null
-  const int32_t* plan;         // [plan_ints] what the plan kernel wrote
+  // Inputs. Strides are in elements; a pointer marked "or null" is null when the caller passed no
+  // tensor.
+  const void* q;           // [b, s_q, h_q, 576] bf16, strides q_stride_*, last dimension contiguous
+  const void* kv_cache;    // [num_slots, 576] bf16 or fp8_e4m3, row stride kv_stride
+  const void* kv_indptr;   // [b + 1] int32 or int64 (indptr_is_64)
+  const void* kv_indices;  // [num_indices] int32 or int64 (indices_are_64)
+  const void* draft_slots;  // [b, s_q] like kv_indices, or null: the last s_q entries of each list
+                            // are the draft slots
+  const void* tree_mask;  // by mask_layout: null | u8 [b, s_q, s_q] | u64 [b, s_q, ceil(s_q / 64)]
+                          // | u8 [mask_bytes]
+  const int64_t*
+      mask_indptr;  // [b] (or [b + 1]) byte offsets of the requests' blocks in a full mask, or null
+  const int32_t* plan;  // [plan_ints] what the plan kernel wrote
 
   // Outputs and scratch.
-  void* out;         // [b, s_q, h_q, 512] bf16, contiguous
-  float* lse;        // [b, s_q, h_q], contiguous, natural logarithm, or null
-  void* workspace;   // [workspace_bytes], 16-byte aligned, contents arbitrary on entry
-  int32_t* status;   // [1] StatusBit mask, or null
+  void* out;        // [b, s_q, h_q, 512] bf16, contiguous
+  float* lse;       // [b, s_q, h_q], contiguous, natural logarithm, or null
+  void* workspace;  // [workspace_bytes], 16-byte aligned, contents arbitrary on entry
+  int32_t* status;  // [1] StatusBit mask, or null
 
   int64_t q_stride_b, q_stride_s, q_stride_h;
   int64_t kv_stride;
@@ -61,7 +67,7 @@ struct PackTreeMaskParams {
 struct KvMoveParams {
   static constexpr int kMaxBuffers = 128;
   struct Buffer {
-    char* base;          // [num_slots] rows of row_bytes, row_stride bytes apart
+    char* base;  // [num_slots] rows of row_bytes, row_stride bytes apart
     int64_t row_stride;
     int32_t row_bytes;
     int32_t num_slots;

@@ -139,9 +139,9 @@ class Build:
         stamp.write_text(json.dumps({"recipe": self.recipe(unit), "files": files}))
 
     def link(self, objects: list[Path], library: Path) -> None:
-        # An empty library with torch's soname gives the NEEDED entry without torch at build time. At run time torch is
-        # loaded already and the loader resolves the entry to that copy, so no RPATH. Without the entry nothing resolves:
-        # Python loads torch's libraries RTLD_LOCAL.
+        # An empty library with torch's soname gives the NEEDED entry without torch at build time. At run time torch
+        # is loaded already and the loader resolves the entry to that copy, so no RPATH. Without the entry nothing
+        # resolves: Python loads torch's libraries RTLD_LOCAL.
         stub = self.obj_dir / "libtorch.so"
         cxx = os.environ.get("CXX", "g++")
         run([cxx, "-shared", "-Wl,-soname,libtorch.so", "-x", "c", "/dev/null", "-o", str(stub)])

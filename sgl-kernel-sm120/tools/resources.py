@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The resource gate: registers, shared memory, spills and stack of every kernel, without a GPU.
 
-    python tools/resources.py check  [--archs "90a 120a"]   compile, then fail on a spill, on local memory, on more shared
-                                                            memory than sm_120 has, or on a listing that is not the
-                                                            committed RESOURCES.txt. Default: 120a
-    python tools/resources.py update                        rewrite RESOURCES.txt for all architectures
+    python tools/resources.py check [--archs "90a 120a"]   compile, then fail on a spill, on local memory, on more
+                                                           shared memory than sm_120 has, or on a listing that is not
+                                                           the committed RESOURCES.txt. Default: 120a
+    python tools/resources.py update                       rewrite RESOURCES.txt for all architectures
 
-Static numbers are ptxas' own (-Xptxas=-v); dynamic shared memory is the template argument of allow_dynamic_smem, read from
-the symbol table of the object (csrc/common/per_device.h).
+Static numbers are ptxas' own (-Xptxas=-v); dynamic shared memory is the template argument of allow_dynamic_smem, read
+from the symbol table of the object (csrc/common/per_device.h).
 """
 
 import argparse
@@ -48,7 +48,8 @@ class Row(NamedTuple):
 
     def line(self) -> str:
         smem = f"{self.static_smem:6} {self.dynamic_smem:6}"
-        return f"{self.arch:8} {self.regs:4} {smem} {self.spill_stores:6} {self.spill_loads:6} {self.stack:5}  {self.kernel}"
+        memory = f"{smem} {self.spill_stores:6} {self.spill_loads:6} {self.stack:5}"
+        return f"{self.arch:8} {self.regs:4} {memory}  {self.kernel}"
 
     def faults(self) -> list[str]:
         found = []
@@ -113,13 +114,13 @@ def rows_of(build: Build) -> list[Row]:
         dynamic = dynamic_smem(demangle([line.split()[-1] for line in symbols.splitlines()]))
         names = [short(n) for n in demangle([p[0] for p in parsed])]
         for name in names:
-            archs = sorted(p[1] for p, n in zip(parsed, names) if n == name)
+            archs = sorted(p[1] for p, n in zip(parsed, names, strict=True) if n == name)
             if archs != sorted(f"sm_{a}" for a in build.archs):
                 raise SystemExit(f"{unit.relative_to(ROOT)}: {name} was compiled for {archs}, not for {build.archs}")
         unknown = set(dynamic) - set(names)
         if unknown:
             raise SystemExit(f"{unit.relative_to(ROOT)}: dynamic shared memory of unknown kernels {sorted(unknown)}")
-        for (_, arch, regs, static, stores, loads, stack), name in zip(parsed, names):
+        for (_, arch, regs, static, stores, loads, stack), name in zip(parsed, names, strict=True):
             rows.append(Row(name, arch, regs, static, dynamic.get(name, 0), stores, loads, stack))
     return sorted(rows)
 
@@ -131,7 +132,9 @@ def listing(rows: list[Row]) -> str:
 def compare(rows: list[Row], committed: str, archs: list[str]) -> list[str]:
     """The difference between the rows and those lines of the committed listing that have the same architectures."""
     wanted = [line for line in committed.splitlines() if line.split(" ")[0] in {f"sm_{a}" for a in archs}]
-    return list(difflib.unified_diff(wanted, [row.line() for row in rows], "RESOURCES.txt", "compiled", lineterm="", n=0))
+    return list(
+        difflib.unified_diff(wanted, [row.line() for row in rows], "RESOURCES.txt", "compiled", lineterm="", n=0)
+    )
 
 
 def toolchain() -> Path:
@@ -161,14 +164,16 @@ def main(argv: list[str] | None = None) -> int:
     build.compile_all()
     rows = rows_of(build)
     faults = [f"{row.kernel} ({row.arch}) {fault}" for row in rows for fault in row.faults()]
-    print("\n".join(faults) or f"{len(rows)} kernels for {' '.join(archs)}: no spill, no local memory, shared memory fits")
+    print(
+        "\n".join(faults) or f"{len(rows)} kernels for {' '.join(archs)}: no spill, no local memory, shared memory fits"
+    )
     if args.command == "update":
         LISTING.write_text(listing(rows))
         return bool(faults)
     difference = compare(rows, LISTING.read_text() if LISTING.exists() else "", archs)
     if difference:
         print("\n".join(difference))
-        print(f"The resources differ from the committed listing. If that is intended, run `{UPDATE}`, review and commit it.")
+        print(f"The resources differ from the committed listing. If that is intended: `{UPDATE}`, review, commit.")
     return bool(faults or difference)
 
 

@@ -7,6 +7,7 @@ Inputs are hostile by default: every slot that no request owns holds NaN, slots 
 from dataclasses import dataclass, field, replace
 
 import torch
+
 from sgl_kernel_sm120 import MaskLayout
 
 D_QK, D_V = 576, 512
@@ -17,7 +18,7 @@ FP8_MAX = 448.0
 
 @dataclass(frozen=True)
 class Case:
-    """prefixes: prefix length of each request. Minus m: the list has m entries fewer than s_q, so minus s_q is an empty list."""
+    """prefixes: prefix length of each request. Minus m: the list is m entries shorter than s_q, so at -s_q empty."""
 
     name: str
     prefixes: tuple[int, ...]
@@ -31,7 +32,9 @@ class Case:
     indptr_dtype: torch.dtype = torch.int32
     draft_slots: bool = False
     q_layout: str = "packed"  # packed | strided | wide (row stride 2^20 elements)
-    scores: str = "normal"  # normal | growing (the running max moves in every tile) | low (all logits below -5e4) | zero
+    scores: str = (
+        "normal"  # normal | growing (the running max moves in every tile) | low (all logits below -5e4) | zero
+    )
     slots: str = "scattered"  # scattered | high (past 2^31 elements)
     logit_cap: float = 0.0
     k_scale: float = 1.0
@@ -93,7 +96,10 @@ def encode_mask(visible: torch.Tensor, prefixes: list[int], layout: MaskLayout):
             rows.append([w - 2**64 if w >= 2**63 else w for w in words])
         return torch.tensor(rows, dtype=torch.int64).view(b, s_q, -1), None
     # The prefix columns say "not visible": nothing may read them.
-    blocks = [torch.cat([torch.zeros(s_q, p, dtype=torch.bool), v], 1).flatten() for p, v in zip(prefixes, visible, strict=True)]
+    blocks = [
+        torch.cat([torch.zeros(s_q, p, dtype=torch.bool), v], 1).flatten()
+        for p, v in zip(prefixes, visible, strict=True)
+    ]
     sizes = torch.tensor([0] + [block.numel() for block in blocks])
     return torch.cat(blocks), sizes.cumsum(0)
 
@@ -216,7 +222,10 @@ def _sweep() -> list[Case]:
             for layout in (MaskLayout.QLEN, MaskLayout.BITS, MaskLayout.FULL)
             for tree in ("tree", "random", "all")
         ],
-        *[Case(f"bits-s_q-{n}", (3, 40), s_q=n, h_q=1, layout=MaskLayout.BITS, tree="random") for n in (1, 2, 63, 64, 65, 128)],
+        *[
+            Case(f"bits-s_q-{n}", (3, 40), s_q=n, h_q=1, layout=MaskLayout.BITS, tree="random")
+            for n in (1, 2, 63, 64, 65, 128)
+        ],
         # Index and list forms.
         *[
             Case(f"index-{str(i)[6:]}-indptr-{str(p)[6:]}-{'split' if d else 'combined'}", (18, 0, 33), h_q=2,

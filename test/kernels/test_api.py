@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What callers rely on besides results: schemas, messages, fake kernels, torch.compile, an installation without CUDA."""
+"""What callers rely on besides results: schemas, messages, fake kernels, torch.compile, a CPU-only installation."""
 
 import re
 import subprocess
@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import sgl_kernel_sm120
 import torch
 from kernels.cases import Case, make_inputs
-from sgl_kernel_sm120 import MaskLayout, Status
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+import sgl_kernel_sm120
+from sgl_kernel_sm120 import MaskLayout, Status
 
 OPS = torch.ops.sgl_kernel_sm120
 REPOSITORY = Path(__file__).parents[2]
@@ -21,7 +22,8 @@ SCHEMAS = {
     "mla_tree_verify": "Tensor q, Tensor kv_cache, Tensor kv_indptr, Tensor kv_indices, Tensor draft_slots, "
     "Tensor tree_mask, Tensor mask_indptr, Tensor plan, Tensor(a!) out, Tensor(b!) lse, Tensor(c!) workspace, "
     "Tensor(d!) status, int mask_layout, int page_size, float sm_scale, float logit_cap, float k_scale, float v_scale",
-    "mla_tree_verify_plan": "Tensor kv_indptr, Tensor(a!) plan, int num_indices, int s_q, int h_q, bool has_draft_slots",
+    "mla_tree_verify_plan": "Tensor kv_indptr, Tensor(a!) plan, int num_indices, int s_q, int h_q, "
+    "bool has_draft_slots",
     "kv_move_all_layers": "Tensor(a!)[] kv_buffers, Tensor tgt, Tensor src",
     "ddtree_build": "Tensor root, Tensor ids, Tensor log_probs, Tensor(a!) tokens, Tensor(b!) parents, "
     "Tensor(c!) depth, Tensor(d!) first_child, Tensor(e!) next_sibling, Tensor(f!) visible, Tensor(g!) used",
@@ -65,10 +67,7 @@ def verify_inputs(**more):
     return make_inputs(Case("api", (20, 3), s_q=5, h_q=2, **more))
 
 
-def tensors(n=5, b=2):
-    return torch.zeros(b, n, dtype=torch.int64), torch.zeros(b, n, dtype=torch.int32)
-
-
+TOKENS, PARENTS = torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int32)
 Q = torch.zeros(2, 5, 2, 576, dtype=torch.bfloat16)
 MISTAKES = {
     "q: expected 4 dimensions [b, s_q, h_q, 576], got bfloat16 [2, 5, 1152]": dict(q=Q.flatten(2)),
@@ -80,7 +79,9 @@ MISTAKES = {
     "q: expected stride 1 in the last dimension, got strides [5760, 1152, 576, 2]; call .contiguous()": dict(
         q=torch.zeros(2, 5, 2, 1152, dtype=torch.bfloat16)[..., ::2].as_strided((2, 5, 2, 576), (5760, 1152, 576, 2))
     ),
-    "kv_cache: expected [num_slots, 576] = [9, 576], got bfloat16 [9, 512]": dict(kv_cache=torch.zeros(9, 512).bfloat16()),
+    "kv_cache: expected [num_slots, 576] = [9, 576], got bfloat16 [9, 512]": dict(
+        kv_cache=torch.zeros(9, 512).bfloat16()
+    ),
     "kv_cache: expected [num_slots, 1, 576] = [9, 1, 576], got bfloat16 [9, 2, 576]": dict(
         kv_cache=torch.zeros(9, 2, 576).bfloat16()
     ),
@@ -97,7 +98,9 @@ MISTAKES = {
     "draft_slots: expected [b, s_q] = [2, 5], got int64 [2, 4]": dict(draft_slots=torch.zeros(2, 4, dtype=torch.int64)),
     "tree_mask: expected bool or uint8, got int64": dict(tree_mask=torch.zeros(2, 5, 1, dtype=torch.int64)),
     "tree_mask: expected [b, s_q, s_q] = [2, 5, 5], got bool [3, 5, 5]": dict(tree_mask=torch.zeros(3, 5, 5).bool()),
-    "tree_mask: expected int64, got bool [2, 5, 5] on cpu; make it with pack_tree_mask": dict(mask_layout=MaskLayout.BITS),
+    "tree_mask: expected int64, got bool [2, 5, 5] on cpu; make it with pack_tree_mask": dict(
+        mask_layout=MaskLayout.BITS
+    ),
     "tree_mask: expected None for MaskLayout.CAUSAL": dict(mask_layout=MaskLayout.CAUSAL),
     "mask_layout: expected 0..3, got 4": dict(mask_layout=4),
     "mask_indptr: expected None unless MaskLayout.FULL": dict(mask_indptr=torch.zeros(3, dtype=torch.int64)),
@@ -106,7 +109,9 @@ MISTAKES = {
     "page_size: expected a power of two in 1..64, got 128": dict(page_size=128),
     "page_size: expected a power of two in 1..64, got 0": dict(page_size=0),
     "logit_cap: expected 0 (none) or a positive number, got -1.0": dict(logit_cap=-1.0),
-    "out: expected bfloat16, got float32 [2, 5, 2, 512] on cpu; out takes the dtype of q": dict(out=torch.zeros(2, 5, 2, 512)),
+    "out: expected bfloat16, got float32 [2, 5, 2, 512] on cpu; out takes the dtype of q": dict(
+        out=torch.zeros(2, 5, 2, 512)
+    ),
     "out: expected [b, s_q, h_q, 512] = [2, 5, 2, 512], got bfloat16 [2, 5, 2, 576]": dict(out=Q.clone()),
     "out: expected a contiguous tensor, got strides": dict(out=Q.clone()[..., :512]),
     "lse: expected float32, got bfloat16": dict(lse=torch.zeros(2, 5, 2).bfloat16()),
@@ -160,24 +165,39 @@ def test_builder_mistakes_are_named(changes, message):
         sgl_kernel_sm120.ddtree_build(**build_arguments(**changes))
 
 
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda: sgl_kernel_sm120.tree_accept(*tensors(), tensors()[0], 0), "tree_accept: max_len: expected 1..128, got 0"),
-        (lambda: sgl_kernel_sm120.tree_accept(tensors()[0], tensors()[0], tensors()[0], 3), "tree_accept: parents: expected int32, got int64"),
-        (lambda: sgl_kernel_sm120.tree_accept(*tensors(), tensors(6)[0], 3), "tree_accept: target_tokens: expected [b, N] = [2, 5], got int64 [2, 6]"),
-        (lambda: sgl_kernel_sm120.pack_tree_mask(torch.zeros(1, 4, 5).bool()), "pack_tree_mask: visible: expected [b, N, N] = [1, 4, 4]"),
-        (lambda: sgl_kernel_sm120.pack_tree_mask(torch.zeros(1, 129, 129).bool()), "pack_tree_mask: visible: N: expected 1..128, got 129"),
-        (lambda: sgl_kernel_sm120.pack_tree_mask(torch.zeros(1, 4, 4)), "pack_tree_mask: visible: expected bool or uint8, got float32"),
-        (lambda: sgl_kernel_sm120.unpack_tree_mask(torch.zeros(1, 65, 1).long(), 65), "unpack_tree_mask: words: expected [b, N, ceil(N / 64)] = [1, 65, 2]"),
-        (lambda: sgl_kernel_sm120.kv_move_all_layers([torch.zeros(4, 4)], torch.zeros(2), torch.zeros(2)), "kv_move_all_layers: tgt: expected int64, got float32"),
-        (lambda: sgl_kernel_sm120.kv_move_all_layers([torch.zeros(4)], *[torch.zeros(2).long()] * 2), "kv_move_all_layers: kv_buffers[0]: expected at least 2 dimensions"),
-        (lambda: sgl_kernel_sm120.kv_move_all_layers([torch.zeros(4, 4).T], *[torch.zeros(2).long()] * 2), "kv_move_all_layers: kv_buffers[0]: expected rows that are contiguous inside"),
-    ],
-)  # fmt: skip
-def test_other_mistakes_are_named(call, message):
+def _pack(*shape, dtype=torch.bool):
+    return lambda: sgl_kernel_sm120.pack_tree_mask(torch.zeros(shape, dtype=dtype))
+
+
+def _accept(tokens=TOKENS, parents=PARENTS, targets=TOKENS, max_len=3):
+    return lambda: sgl_kernel_sm120.tree_accept(tokens, parents, targets, max_len)
+
+
+def _move(buffer, index_dtype=torch.int64):
+    index = torch.zeros(2, dtype=index_dtype)
+    return lambda: sgl_kernel_sm120.kv_move_all_layers([buffer], index, index)
+
+
+OTHER_MISTAKES = {
+    "tree_accept: max_len: expected 1..128, got 0": _accept(max_len=0),
+    "tree_accept: parents: expected int32, got int64": _accept(parents=TOKENS),
+    "tree_accept: target_tokens: expected [b, N] = [2, 5], got int64 [1, 5]": _accept(targets=TOKENS[:1]),
+    "pack_tree_mask: visible: expected [b, N, N] = [1, 4, 4], got bool [1, 4, 5]": _pack(1, 4, 5),
+    "pack_tree_mask: visible: N: expected 1..128, got 129": _pack(1, 129, 129),
+    "pack_tree_mask: visible: expected bool or uint8, got float32": _pack(1, 4, 4, dtype=torch.float32),
+    "unpack_tree_mask: words: expected [b, N, ceil(N / 64)] = [1, 65, 2], got int64 [1, 65, 1]": (
+        lambda: sgl_kernel_sm120.unpack_tree_mask(torch.zeros(1, 65, 1, dtype=torch.int64), 65)
+    ),
+    "kv_move_all_layers: tgt: expected int64, got float32": _move(torch.zeros(4, 4), torch.float32),
+    "kv_move_all_layers: kv_buffers[0]: expected at least 2 dimensions [slots, ...]": _move(torch.zeros(4)),
+    "kv_move_all_layers: kv_buffers[0]: expected rows that are contiguous inside": _move(torch.zeros(4, 4).T),
+}
+
+
+@pytest.mark.parametrize("message", OTHER_MISTAKES)
+def test_other_mistakes_are_named(message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        call()
+        OTHER_MISTAKES[message]()
 
 
 def op_samples():
@@ -203,7 +223,9 @@ def op_samples():
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-@pytest.mark.parametrize("check", ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"])
+@pytest.mark.parametrize(
+    "check", ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+)
 def test_opcheck(name, check):
     torch.library.opcheck(getattr(OPS, name).default, tuple(op_samples()[name]), test_utils=check)
 
@@ -238,7 +260,12 @@ def test_compiled_tree_step():
         tree = sgl_kernel_sm120.ddtree_build(root, ids, log_probs, 8)
         return sgl_kernel_sm120.tree_accept(tree.tokens, tree.parents, targets, 4)
 
-    arguments = [torch.tensor([1, 2]), torch.arange(24).view(2, 3, 4), -torch.arange(24.0).view(2, 3, 4), torch.zeros(2, 8).long()]
+    arguments = [
+        torch.tensor([1, 2]),
+        torch.arange(24).view(2, 3, 4),
+        -torch.arange(24.0).view(2, 3, 4),
+        torch.zeros(2, 8).long(),
+    ]
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for got, want in zip(compiled(*arguments), step(*arguments), strict=True):
         assert torch.equal(got, want)
@@ -270,7 +297,9 @@ def test_plan_and_workspace_are_empty_on_the_cpu():
 def test_an_op_without_a_cuda_kernel_says_so():
     """Fake CUDA tensors need no GPU."""
     missing = set(SCHEMAS) - set(sgl_kernel_sm120.cuda_available_ops())
-    assert "ddtree_build" in missing and "tree_accept" in missing, "an op has got a CUDA kernel: extend this test and the README"
+    assert "ddtree_build" in missing and "tree_accept" in missing, (
+        "an op has got a CUDA kernel: extend this test and the README"
+    )
     with FakeTensorMode():
         root = torch.empty(2, dtype=torch.int64, device="cuda")
         nodes = torch.empty(2, 3, dtype=torch.int64, device="cuda")
@@ -305,7 +334,8 @@ def test_import_without_the_library(tmp_path):
     for source in Path(sgl_kernel_sm120.__file__).parent.glob("*.py"):
         (package / source.name).write_bytes(source.read_bytes())
     code = (
-        "import torch, sgl_kernel_sm120 as k; assert k.cuda_available_ops() == () and k.build_info()['library'] is None; "
+        "import torch, sgl_kernel_sm120 as k; "
+        "assert k.cuda_available_ops() == () and k.build_info()['library'] is None; "
         "print(k.pack_tree_mask(torch.ones(1, 2, 2, dtype=torch.bool)).tolist())"
     )
     done = subprocess.run(

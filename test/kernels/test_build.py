@@ -80,8 +80,8 @@ def test_listing_must_be_the_committed_one():
 
 def test_dynamic_shared_memory_comes_from_the_symbol_table():
     symbols = [
-        "sgl_kernel_sm120::allow_dynamic_smem<&(void sgl_kernel_sm120::kv_move_kernel<16>(sgl_kernel_sm120::KvMoveParams, int)), "
-        "98304>()::done",
+        "sgl_kernel_sm120::allow_dynamic_smem<&(void sgl_kernel_sm120::kv_move_kernel<16>"
+        "(sgl_kernel_sm120::KvMoveParams, int)), 98304>()::done",
         "sgl_kernel_sm120::launch()",
     ]
     assert resources.dynamic_smem(symbols) == {"kv_move_kernel<16>": 98304}
@@ -178,7 +178,10 @@ def test_library_may_not_use_an_undeclared_symbol(tmp_path):
 
 
 def test_library_may_not_need_another_library(tmp_path):
-    subprocess.run(["g++", "-shared", "-Wl,-soname,libother.so.1", "-x", "c", "/dev/null", "-o", tmp_path / "libother.so"], check=True)
+    subprocess.run(
+        ["g++", "-shared", "-Wl,-soname,libother.so.1", "-x", "c", "/dev/null", "-o", tmp_path / "libother.so"],
+        check=True,
+    )
     library = shared_library(tmp_path, "void f() {}", "-Wl,--no-as-needed", f"-L{tmp_path}", "-lother")
     with pytest.raises(SystemExit, match=r"needs \['libother.so.1'\], which manylinux_2_34_x86_64 does not have"):
         kernel_build.check_symbols(library)
@@ -193,7 +196,10 @@ def test_library_may_not_need_a_newer_symbol_version(tmp_path, monkeypatch):
 
 def test_declarations_agree_with_this_torch():
     done = subprocess.run(
-        [str(PACKAGE / "tools" / "check_torch_abi.sh")], env={"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+        [str(PACKAGE / "tools" / "check_torch_abi.sh")],
+        env={"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
 
@@ -227,5 +233,7 @@ def test_wheel_with_cuda_code(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     code = "import sgl_kernel_sm120 as k; i = k.build_info(); print(*i['archs'], *sorted(i['cuda_ops']))"
-    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True
+    )
     assert done.stdout.split()[0] == "120a" and "pack_tree_mask" in done.stdout, done.stderr

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sgl_kernel_sm120 import kv_move_all_layers
 
 SLOTS = 24
@@ -110,7 +111,12 @@ def test_move_chunk_widths_on_gpu(n):
     generator = torch.Generator().manual_seed(n)
     tgt = torch.randperm(slots, generator=generator)[:n].tolist()
     src = torch.randperm(slots, generator=generator)[:n].tolist()
-    check([make_buffer((576,), torch.bfloat16, slots, 0, "cuda"), make_buffer((33,), torch.uint8, slots, 1, "cuda")], tgt, src, "cuda")
+    check(
+        [make_buffer((576,), torch.bfloat16, slots, 0, "cuda"), make_buffer((33,), torch.uint8, slots, 1, "cuda")],
+        tgt,
+        src,
+        "cuda",
+    )
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from kernels.cases import CASES, D_V, Case, Inputs, ids, make_inputs
+
 from sgl_kernel_sm120 import (
     MaskLayout,
     Status,
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.gpu
 GUARD = 4096  # elements on either side of an output that a kernel must leave alone
 CUDA_CASES = [case for case in CASES if case.kv != "fp32"]
 
-# bf16 rounds with a relative error of 2^-9. The kernel rounds the weights and the result; the bound adds both, times two.
+# bf16 rounds with a relative error of 2^-9. The kernel rounds the weights and the result; the bound is twice both.
 NORM_BOUND = 6e-3
 ELEMENT_BOUND = 2 * 2 * 2**-9
 
@@ -84,9 +85,13 @@ def assert_matches(case, got, want, mass):
     difference = (got.double() - want).abs()
     # A logit near 1e5 is rounded by up to 4e-3 in fp32, and moves its weight by as much.
     slack = 1e-2 if case.scores == "low" else 0.0
-    assert difference.norm() <= (NORM_BOUND + slack) * want.norm(), f"relative norm {difference.norm() / want.norm():.2e}"
+    assert difference.norm() <= (NORM_BOUND + slack) * want.norm(), (
+        f"relative norm {difference.norm() / want.norm():.2e}"
+    )
     bound = (ELEMENT_BOUND + slack) * mass
-    assert (difference <= bound).all(), f"worst element at {((difference - bound).argmax())}: {(difference / mass).nan_to_num().max():.2e}"
+    assert (difference <= bound).all(), (
+        f"worst element at {((difference - bound).argmax())}: {(difference / mass).nan_to_num().max():.2e}"
+    )
 
 
 @pytest.mark.parametrize("case", CUDA_CASES, ids=ids(CUDA_CASES))
@@ -149,8 +154,14 @@ def test_zero_scores_give_the_mean():
             prefix = inputs.prefixes[r]
             for i in range(case.s_q):
                 seen = [s for j, s in enumerate(inputs.slots[r]) if j < prefix or inputs.visible[r, i, j - prefix]]
-                want = cache[seen][:, :D_V].double().mean(0) if seen else torch.zeros(D_V, dtype=torch.float64, device="cuda")
-                bound = ELEMENT_BOUND * (cache[seen][:, :D_V].double().abs().mean(0) if seen else torch.zeros_like(want))
+                want = (
+                    cache[seen][:, :D_V].double().mean(0)
+                    if seen
+                    else torch.zeros(D_V, dtype=torch.float64, device="cuda")
+                )
+                bound = ELEMENT_BOUND * (
+                    cache[seen][:, :D_V].double().abs().mean(0) if seen else torch.zeros_like(want)
+                )
                 assert ((out[r, i].double() - want).abs() <= bound).all(), (layout, r, i)
 
 
@@ -179,7 +190,10 @@ def test_high_and_low_slots_with_the_same_rows_agree():
 
 
 def test_mask_layouts_agree_bitwise():
-    outs = [run(make_inputs(Case("same", (37, 5, 0), layout=layout, tree="random"), "cuda"))[0] for layout in list(MaskLayout)[1:]]
+    outs = [
+        run(make_inputs(Case("same", (37, 5, 0), layout=layout, tree="random"), "cuda"))[0]
+        for layout in list(MaskLayout)[1:]
+    ]
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
@@ -202,7 +216,14 @@ def fill_lists(buffers, inputs):
 def test_graph_replays_with_other_lengths_and_a_smaller_batch():
     """Captured at the maxima; replayed with shorter, longer and empty lists (padded rows) and new masks."""
     s_q, h_q, b = 9, 8, 4
-    sizes = [(0, 0, 0, 0), (40, 3, 0, 17), (500, 900, 31, 33), (900, 900, 900, 900), (64, -9, 700, -9), (12, -9, -9, -9)]
+    sizes = [
+        (0, 0, 0, 0),
+        (40, 3, 0, 17),
+        (500, 900, 31, 33),
+        (900, 900, 900, 900),
+        (64, -9, 700, -9),
+        (12, -9, -9, -9),
+    ]
     batches = [make_inputs(Case("replay", p, s_q=s_q, h_q=h_q), "cuda", seed=i) for i, p in enumerate(sizes)]
     largest = batches[3]
     slots = max(x.arguments["kv_cache"].shape[0] for x in batches)
@@ -290,11 +311,15 @@ CUDA_MISTAKES = {
     "kv_cache: expected bfloat16 or float8_e4m3fn, got dtype code": lambda x: dict(kv_cache=x["kv_cache"].half()),
     "kv_cache: expected a tensor on cuda:0, got bfloat16": lambda x: dict(kv_cache=x["kv_cache"].cpu()),
     "kv_indptr: expected [b + 1] = [3], got int32 [2]": lambda x: dict(kv_indptr=x["kv_indptr"][:2]),
-    "draft_slots: expected the dtype of kv_indices, int64": lambda x: dict(draft_slots=torch.zeros(2, 5, dtype=torch.int32, device="cuda")),
+    "draft_slots: expected the dtype of kv_indices, int64": lambda x: dict(
+        draft_slots=torch.zeros(2, 5, dtype=torch.int32, device="cuda")
+    ),
     "tree_mask: expected [b, s_q, s_q] = [2, 5, 5], got bool [1, 5, 5]": lambda x: dict(tree_mask=x["tree_mask"][:1]),
     "workspace: expected at least": lambda x: dict(workspace=torch.zeros(16, dtype=torch.uint8, device="cuda")),
     "plan: expected at least": lambda x: dict(plan=torch.zeros(1, dtype=torch.int32, device="cuda")),
-    "out: expected [b, s_q, h_q, 512] = [2, 5, 2, 512], got bfloat16 [2, 5, 2, 576]": lambda x: dict(out=x["q"].clone()),
+    "out: expected [b, s_q, h_q, 512] = [2, 5, 2, 512], got bfloat16 [2, 5, 2, 576]": lambda x: dict(
+        out=x["q"].clone()
+    ),
     "page_size: expected a power of two in 1..64, got 3": lambda x: dict(page_size=3),
     "q: expected strides that are multiples of 8": lambda x: dict(
         q=torch.zeros(2, 5, 2, 580, dtype=torch.bfloat16, device="cuda")[..., :576]
@@ -328,7 +353,9 @@ def test_compiled_call_equals_eager():
     inputs = make_inputs(MIXED, "cuda")
     arguments = inputs.arguments
     plan = mla_tree_verify_plan(arguments["kv_indptr"], arguments["kv_indices"].numel(), s_q=MIXED.s_q, h_q=MIXED.h_q)
-    workspace = torch.empty(mla_tree_verify_workspace_bytes(MIXED.b, MIXED.s_q, MIXED.h_q), dtype=torch.uint8, device="cuda")
+    workspace = torch.empty(
+        mla_tree_verify_workspace_bytes(MIXED.b, MIXED.s_q, MIXED.h_q), dtype=torch.uint8, device="cuda"
+    )
 
     def step(q):
         return mla_tree_verify(**{**arguments, "q": q}, plan=plan, workspace=workspace) * 2

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from kernels.cases import CASES, CPU_CASES, D_V, NAIVE_CASES, SM_SCALE, Case, ids, make_inputs, poisoned, write_rows
+
 from sgl_kernel_sm120 import MaskLayout, Status, mla_tree_verify, mla_tree_verify_reference
 
 
@@ -56,7 +57,17 @@ def test_reference_equals_double_loop(case):
 
 def test_naive_covers_every_kind():
     """The double loop must stay affordable without dropping a layout, a page size or an empty list."""
-    for key in ("layout", "tree", "kv", "page_size", "index_dtype", "indptr_dtype", "draft_slots", "q_layout", "scores"):
+    for key in (
+        "layout",
+        "tree",
+        "kv",
+        "page_size",
+        "index_dtype",
+        "indptr_dtype",
+        "draft_slots",
+        "q_layout",
+        "scores",
+    ):
         every = {getattr(c, key) for c in CASES if not c.big}
         assert {getattr(c, key) for c in NAIVE_CASES} >= every - {"wide"}, key
     assert any(p == -c.s_q for c in NAIVE_CASES for p in c.prefixes)
@@ -219,7 +230,9 @@ def test_a_broken_page_promise_is_named():
     inputs = make_inputs(case)
     indices = inputs.arguments["kv_indices"].clone()
     indices[17] = indices[18]
-    with pytest.raises(ValueError, match=r"whole pages of 16 slots, got slot \d+ at entry 17 of request 0; pass page_size=1"):
+    with pytest.raises(
+        ValueError, match=r"whole pages of 16 slots, got slot \d+ at entry 17 of request 0; pass page_size=1"
+    ):
         run(inputs.changed(kv_indices=indices))
     assert torch.isfinite(run(inputs.changed(kv_indices=indices, page_size=1))[0]).all()
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernels.cases import encode_mask, make_tree
+
 from sgl_kernel_sm120 import (
     MaskLayout,
     ddtree_build,
@@ -108,7 +109,9 @@ def test_builder_is_exact_where_fp32_sums_collide(data):
     check_against_heap(scores.sort(dim=-1, descending=True).values + 0.0, data.draw(st.integers(2, 40)))
 
 
-@pytest.mark.parametrize("num_nodes, depths, k", [(1, 7, 4), (1, 0, 4), (5, 0, 4), (128, 31, 64), (2, 1, 1), (128, 1, 1)])
+@pytest.mark.parametrize(
+    "num_nodes, depths, k", [(1, 7, 4), (1, 0, 4), (5, 0, 4), (128, 31, 64), (2, 1, 1), (128, 1, 1)]
+)
 def test_builder_corner_sizes(num_nodes, depths, k):
     scores = -torch.rand(2, depths, k, generator=torch.Generator().manual_seed(3))
     tree = check_against_heap(scores.sort(dim=-1, descending=True).values, num_nodes)
@@ -157,7 +160,13 @@ def walk(tokens, parents, target, max_len):
 
 
 @settings(deadline=None, max_examples=150)
-@given(n=st.integers(1, 64), alphabet=st.integers(1, 6), max_len=st.integers(1, 20), unused=st.integers(0, 3), seed=st.integers(0, 2**31))
+@given(
+    n=st.integers(1, 64),
+    alphabet=st.integers(1, 6),
+    max_len=st.integers(1, 20),
+    unused=st.integers(0, 3),
+    seed=st.integers(0, 2**31),
+)
 def test_acceptance_equals_walk(n, alphabet, max_len, unused, seed):
     generator = torch.Generator().manual_seed(seed)
     b = 3

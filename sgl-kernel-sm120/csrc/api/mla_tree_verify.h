@@ -8,10 +8,13 @@ namespace sgl_kernel_sm120::api {
 constexpr int64_t kMaxB = 256, kMaxSq = 128, kMaxHq = 128;
 constexpr int64_t kDqk = 576, kDv = 512;
 
-inline void check_tree_mask(const char* kOp, const Tensor& tree_mask, const Tensor& mask_indptr, MaskLayout layout, int64_t b, int64_t s_q) {
+inline void check_tree_mask(const char* kOp, const Tensor& tree_mask, const Tensor& mask_indptr,
+                            MaskLayout layout, int64_t b, int64_t s_q) {
   switch (layout) {
     case MaskLayout::kCausal:
-      if (!tree_mask.absent()) reject(kOp, "tree_mask", "None for MaskLayout.CAUSAL", describe(tree_mask), "pass the mask_layout of the mask");
+      if (!tree_mask.absent())
+        reject(kOp, "tree_mask", "None for MaskLayout.CAUSAL", describe(tree_mask),
+               "pass the mask_layout of the mask");
       break;
     case MaskLayout::kQlen:
       CHECK_DTYPE(tree_mask, boolean(), u8());
@@ -25,18 +28,20 @@ inline void check_tree_mask(const char* kOp, const Tensor& tree_mask, const Tens
       CHECK_DTYPE(tree_mask, boolean(), u8());
       CHECK_NDIM(tree_mask, 1, "[sum of s_q * (prefix + s_q)]");
       if (mask_indptr.dim() != 1 || (mask_indptr.size(0) != b && mask_indptr.size(0) != b + 1))
-        reject(kOp, "mask_indptr", "[b] or [b + 1] with b = " + std::to_string(b), describe(mask_indptr), "slice it to the batch");
+        reject(kOp, "mask_indptr", "[b] or [b + 1] with b = " + std::to_string(b),
+               describe(mask_indptr), "slice it to the batch");
       break;
   }
   if (layout != MaskLayout::kFull && !mask_indptr.absent())
     reject(kOp, "mask_indptr", "None unless MaskLayout.FULL", describe(mask_indptr));
 }
 
-inline void mla_tree_verify(const Tensor& q, const Tensor& kv_cache, const Tensor& kv_indptr, const Tensor& kv_indices,
-                            const Tensor& draft_slots, const Tensor& tree_mask, const Tensor& mask_indptr, const Tensor& plan,
-                            const Tensor& out, const Tensor& lse, const Tensor& workspace, const Tensor& status,
-                            int64_t mask_layout, int64_t page_size, double sm_scale, double logit_cap, double k_scale,
-                            double v_scale) {
+inline void mla_tree_verify(const Tensor& q, const Tensor& kv_cache, const Tensor& kv_indptr,
+                            const Tensor& kv_indices, const Tensor& draft_slots,
+                            const Tensor& tree_mask, const Tensor& mask_indptr, const Tensor& plan,
+                            const Tensor& out, const Tensor& lse, const Tensor& workspace,
+                            const Tensor& status, int64_t mask_layout, int64_t page_size,
+                            double sm_scale, double logit_cap, double k_scale, double v_scale) {
   constexpr const char* kOp = "mla_tree_verify";
   CHECK_ARCH(q);
 
@@ -45,8 +50,10 @@ inline void mla_tree_verify(const Tensor& q, const Tensor& kv_cache, const Tenso
   CHECK_SHAPE(q, "[b, s_q, h_q, 576]", b, s_q, h_q, kDqk);
   if (kv_cache.dim() != 3) CHECK_NDIM(kv_cache, 2, "[num_slots, 576] (or [num_slots, 1, 576])");
   const int64_t num_slots = kv_cache.size(0);
-  if (kv_cache.dim() == 3) CHECK_SHAPE(kv_cache, "[num_slots, 1, 576]", num_slots, 1, kDqk);
-  else CHECK_SHAPE(kv_cache, "[num_slots, 576]", num_slots, kDqk);
+  if (kv_cache.dim() == 3)
+    CHECK_SHAPE(kv_cache, "[num_slots, 1, 576]", num_slots, 1, kDqk);
+  else
+    CHECK_SHAPE(kv_cache, "[num_slots, 576]", num_slots, kDqk);
 
   CHECK_RANGE(b, 1, kMaxB);
   CHECK_RANGE(s_q, 1, kMaxSq);
@@ -54,8 +61,10 @@ inline void mla_tree_verify(const Tensor& q, const Tensor& kv_cache, const Tenso
   CHECK_RANGE(num_slots, 1, int64_t{1} << 31);
   CHECK_RANGE(mask_layout, 0, 3);
   CHECK_RANGE(page_size, 1, 64);
-  if (page_size & (page_size - 1)) reject(kOp, "page_size", "a power of two in 1..64", std::to_string(page_size));
-  if (logit_cap < 0) reject(kOp, "logit_cap", "0 (none) or a positive number", std::to_string(logit_cap));
+  if (page_size & (page_size - 1))
+    reject(kOp, "page_size", "a power of two in 1..64", std::to_string(page_size));
+  if (logit_cap < 0)
+    reject(kOp, "logit_cap", "0 (none) or a positive number", std::to_string(logit_cap));
 
   const int32_t device = q.device();
   CHECK_DEVICE(kv_cache, device);
@@ -75,7 +84,8 @@ inline void mla_tree_verify(const Tensor& q, const Tensor& kv_cache, const Tenso
   CHECK_DTYPE(kv_indptr, i32(), i64());
   CHECK_DTYPE(kv_indices, i32(), i64());
   if (draft_slots.dtype() != kv_indices.dtype())
-    reject(kOp, "draft_slots", "the dtype of kv_indices, " + describe(kv_indices), describe(draft_slots), "kv_indices and draft_slots share one dtype");
+    reject(kOp, "draft_slots", "the dtype of kv_indices, " + describe(kv_indices),
+           describe(draft_slots), "kv_indices and draft_slots share one dtype");
   CHECK_DTYPE(mask_indptr, i64());
   CHECK_DTYPE(plan, i32());
   CHECK_DTYPE(lse, fp32());
@@ -109,13 +119,18 @@ inline void mla_tree_verify(const Tensor& q, const Tensor& kv_cache, const Tenso
   CHECK_ALIGNED(out, 16);
   CHECK_ALIGNED(workspace, 16);
   for (int64_t d = 0; d < 3; ++d)
-    if (q.size(d) > 1 && q.stride(d) % 8) reject(kOp, "q", "strides that are multiples of 8", "strides " + strides(q), "call .contiguous()");
+    if (q.size(d) > 1 && q.stride(d) % 8)
+      reject(kOp, "q", "strides that are multiples of 8", "strides " + strides(q),
+             "call .contiguous()");
   if (num_slots > 1 && kv_cache.stride(0) * kv_cache.element_size() % 16)
-    reject(kOp, "kv_cache", "a row stride that is a multiple of 16 bytes", "strides " + strides(kv_cache));
+    reject(kOp, "kv_cache", "a row stride that is a multiple of 16 bytes",
+           "strides " + strides(kv_cache));
 
   const int num_sms = device_attribute(cudaDevAttrMultiProcessorCount, device);
-  CHECK_BYTES(workspace, mla_tree_verify_workspace_bytes(b, s_q, h_q, num_sms), "ask mla_tree_verify_workspace_bytes");
-  CHECK_BYTES(plan, 4 * mla_tree_verify_plan_ints(b, s_q, h_q, num_sms), "make it with mla_tree_verify_plan");
+  CHECK_BYTES(workspace, mla_tree_verify_workspace_bytes(b, s_q, h_q, num_sms),
+              "ask mla_tree_verify_workspace_bytes");
+  CHECK_BYTES(plan, 4 * mla_tree_verify_plan_ints(b, s_q, h_q, num_sms),
+              "make it with mla_tree_verify_plan");
 
   MlaTreeVerifyParams params{};
   params.q = q.data();
@@ -156,8 +171,8 @@ inline void mla_tree_verify(const Tensor& q, const Tensor& kv_cache, const Tenso
   CHECK_LAUNCH(sgl_kernel_sm120::mla_tree_verify(params, current_stream(device)));
 }
 
-inline void mla_tree_verify_plan(const Tensor& kv_indptr, const Tensor& plan, int64_t num_indices, int64_t s_q, int64_t h_q,
-                                 bool has_draft_slots) {
+inline void mla_tree_verify_plan(const Tensor& kv_indptr, const Tensor& plan, int64_t num_indices,
+                                 int64_t s_q, int64_t h_q, bool has_draft_slots) {
   constexpr const char* kOp = "mla_tree_verify_plan";
   CHECK_ARCH(kv_indptr);
   CHECK_NDIM(kv_indptr, 1, "[b + 1]");
@@ -172,7 +187,8 @@ inline void mla_tree_verify_plan(const Tensor& kv_indptr, const Tensor& plan, in
   CHECK_CONTIGUOUS(kv_indptr);
   CHECK_CONTIGUOUS(plan);
   const int num_sms = device_attribute(cudaDevAttrMultiProcessorCount, device);
-  CHECK_BYTES(plan, 4 * mla_tree_verify_plan_ints(b, s_q, h_q, num_sms), "let mla_tree_verify_plan allocate it");
+  CHECK_BYTES(plan, 4 * mla_tree_verify_plan_ints(b, s_q, h_q, num_sms),
+              "let mla_tree_verify_plan allocate it");
 
   MlaTreeVerifyPlanParams params{};
   params.kv_indptr = kv_indptr.data();

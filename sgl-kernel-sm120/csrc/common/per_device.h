@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Function attributes belong to one device's context, so they are set once a device, not once a process.
+// Function attributes belong to one device's context, so they are set once a device, not once a
+// process.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -10,8 +11,9 @@ namespace sgl_kernel_sm120 {
 
 constexpr int kMaxSmemBytes = 101376;  // what one block may use on sm_120: 99 KiB
 
-// Lets `Kernel` use up to `Bytes` of dynamic shared memory on the current device. Safe from several threads. The bytes are a
-// template argument so that tools/resources.py finds them beside the kernel's name in the symbol table of the object file.
+// Lets `Kernel` use up to `Bytes` of dynamic shared memory on the current device. Safe from several
+// threads. The bytes are a template argument so that tools/resources.py finds them beside the
+// kernel's name in the symbol table of the object file.
 template <auto Kernel, int Bytes>
 cudaError_t allow_dynamic_smem() {
   static_assert(Bytes <= kMaxSmemBytes, "more dynamic shared memory than sm_120 has");
@@ -20,7 +22,8 @@ cudaError_t allow_dynamic_smem() {
   if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
   const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
   if (done.load(std::memory_order_acquire) & bit) return cudaSuccess;
-  const cudaError_t error = cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Bytes);
+  const cudaError_t error =
+      cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Bytes);
   if (error == cudaSuccess) done.fetch_or(bit, std::memory_order_release);
   return error;
 }

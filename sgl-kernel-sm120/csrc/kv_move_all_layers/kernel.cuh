@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // buffer[tgt[i]] = old buffer[src[i]] for all i at once, in every buffer (one a layer).
 //
-// Columns of a row never mix, so a block owns a chunk of columns of one buffer for all n rows: it reads every source into
-// shared memory, waits, then writes every target. No other block touches those columns, so any overlap of tgt and src is
-// safe in one launch, without a scratch buffer or a grid-wide barrier.
+// Columns of a row never mix, so a block owns a chunk of columns of one buffer for all n rows: it
+// reads every source into shared memory, waits, then writes every target. No other block touches
+// those columns, so any overlap of tgt and src is safe in one launch, without a scratch buffer or a
+// grid-wide barrier.
 //
 //   grid  (ceil(longest row / chunk), num_buffers)
 //   smem  [n][chunk] bytes, at most 96 KiB: the chunk narrows as n grows, down to one granule
@@ -15,23 +16,39 @@ namespace sgl_kernel_sm120 {
 
 namespace kv_move_config {
 
-template <int Granule> struct Word;
-template <> struct Word<16> { using Type = uint4; };
-template <> struct Word<4> { using Type = uint32_t; };
-template <> struct Word<1> { using Type = uint8_t; };
+template <int Granule>
+struct Word;
+template <>
+struct Word<16> {
+  using Type = uint4;
+};
+template <>
+struct Word<4> {
+  using Type = uint32_t;
+};
+template <>
+struct Word<1> {
+  using Type = uint8_t;
+};
 
 struct Pair {
   int64_t src, tgt;
-  __device__ bool moves(int32_t num_slots) const { return src >= 0 && tgt >= 0 && src < num_slots && tgt < num_slots; }
+  __device__ bool moves(int32_t num_slots) const {
+    return src >= 0 && tgt >= 0 && src < num_slots && tgt < num_slots;
+  }
 };
 
-__device__ __forceinline__ Pair load_pair(const KvMoveParams& params, int i) { return {params.src[i], params.tgt[i]}; }
+__device__ __forceinline__ Pair load_pair(const KvMoveParams& params, int i) {
+  return {params.src[i], params.tgt[i]};
+}
 
 }  // namespace kv_move_config
 
-// A pair with a negative index is padding. One beyond the buffer is skipped too: a wrong index may never become a wrong access.
+// A pair with a negative index is padding. One beyond the buffer is skipped too: a wrong index may
+// never become a wrong access.
 template <int Granule>
-__global__ void __launch_bounds__(kv_move_config::kThreads) kv_move_kernel(const __grid_constant__ KvMoveParams params, int log2_words) {
+__global__ void __launch_bounds__(kv_move_config::kThreads)
+    kv_move_kernel(const __grid_constant__ KvMoveParams params, int log2_words) {
   using namespace kv_move_config;
   using Word = typename kv_move_config::Word<Granule>::Type;
   extern __shared__ __align__(16) unsigned char smem[];

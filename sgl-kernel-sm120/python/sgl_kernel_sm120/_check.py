@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Argument checks of the CPU and fake kernels. A message names the op, the tensor, what was expected, what came and the cure.
+"""Argument checks of the CPU and fake kernels. A message names op, tensor, what was expected, what came and the cure.
 
 The CUDA kernels make the same checks in csrc/api/*.h.
 """
 
-from typing import Iterable, NoReturn, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 import torch
 
@@ -28,7 +29,7 @@ def check_ndim(op: str, name: str, tensor: torch.Tensor, ndim: int, layout: str)
 
 
 def check_shape(op: str, name: str, tensor: torch.Tensor, shape: Sequence[int], layout: str) -> None:
-    if tensor.dim() != len(shape) or any(a != b for a, b in zip(tensor.shape, shape)):
+    if tensor.dim() != len(shape) or any(a != b for a, b in zip(tensor.shape, shape, strict=True)):
         fail(op, name, f"{layout} = {list(shape)}", describe(tensor))
 
 

@@ -2,8 +2,8 @@
 """The torch op namespace: schemas, CPU and fake kernels are registered here, CUDA kernels by the compiled library."""
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 import torch
 
@@ -74,7 +74,7 @@ def host_function(name: str, result, *arguments):
 
 
 def build_info() -> dict:
-    """How this installation was built, for a doctor: version, library, architectures, compiler, ops with a CUDA kernel."""
+    """How this installation was built, for a doctor: version, architectures, compiler, ops with a CUDA kernel."""
     from ._version import __version__
 
     archs, nvcc = (host_function(name, ctypes.c_char_p) for name in ("archs", "nvcc_version"))

@@ -3,6 +3,7 @@
 
 import ctypes
 import functools
+import itertools
 
 import torch
 
@@ -39,15 +40,15 @@ def mla_tree_verify(
     logit_cap=0.0, k_scale=1.0, v_scale=1.0, page_size=1,
     out=None, lse=None, workspace=None, plan=None, status=None,
 ):  # fmt: skip
-    """softmax(sm_scale * k_scale * q k^T, tree mask) (v_scale * v), all rows and heads of a request at once. Returns out.
+    """softmax(sm_scale * k_scale * q k^T, tree mask) (v_scale * v), all rows and heads at once. Returns out.
 
     Inputs
       q            bf16 [b, s_q, h_q, 576], last dimension contiguous, other strides free; on the CPU any float dtype
-      kv_cache     [num_slots, 576] or [num_slots, 1, 576], bf16 or float8_e4m3fn (CPU: any float dtype), row stride free;
-                   the first 512 columns of a row are its value
+      kv_cache     [num_slots, 576] or [num_slots, 1, 576], bf16 or float8_e4m3fn (CPU: any float dtype), row stride
+                   free; the first 512 columns of a row are its value
       kv_indptr    int32 or int64 [b + 1]: request r's list is kv_indices[kv_indptr[r] : kv_indptr[r + 1]]
-      kv_indices   int32 or int64 [any]: KV slots. Without draft_slots the last s_q entries of a list are the draft slots
-                   and prefix = max(length - s_q, 0); with draft_slots the list holds the prefix alone
+      kv_indices   int32 or int64 [any]: KV slots. Without draft_slots the last s_q entries of a list are the draft
+                   slots and prefix = max(length - s_q, 0); with draft_slots the list holds the prefix alone
       draft_slots  [b, s_q], dtype of kv_indices
       tree_mask    see MaskLayout; mask_indptr, int64 [b] or [b + 1], belongs to FULL alone
       page_size    a promise: every aligned group of page_size entries of a list is contiguous in slots and starts at a
@@ -60,8 +61,8 @@ def mla_tree_verify(
       plan         what mla_tree_verify_plan returned for these lengths; shared by all layers of a step
       status       int32 [1]; Status bits are ORed into it. Clear it before the first call
 
-    A row that sees no key gives out 0 and lse -inf. Lengths are read on the device, and the launch depends only on shapes,
-    so a captured graph may be replayed with other lengths. On the CPU this is mla_tree_verify_reference.
+    A row that sees no key gives out 0 and lse -inf. Lengths are read on the device, and the launch depends only on
+    shapes, so a captured graph may be replayed with other lengths. On the CPU this is mla_tree_verify_reference.
     """
     _library.require_kernel(_OP, q)
     b, s_q, h_q = q.shape[:3] if q.dim() == 4 else fail(_OP, "q", "4 dimensions [b, s_q, h_q, 576]", describe(q))
@@ -98,8 +99,8 @@ def mla_tree_verify_workspace_bytes(b, s_q, h_q, *, device="cuda") -> int:
 def mla_tree_verify_plan(kv_indptr, num_indices, *, s_q, h_q, has_draft_slots=False, plan=None):
     """The device-side work plan of one step: how the KV lists are split over the SMs. int32, shared by all layers.
 
-    kv_indptr as for mla_tree_verify, num_indices = kv_indices.numel(). `plan` is written in place when given. The CPU needs
-    no plan: its plan is empty.
+    kv_indptr as for mla_tree_verify, num_indices = kv_indices.numel(). `plan` is written in place when given. The CPU
+    needs no plan: its plan is empty.
     """
     _library.require_kernel(_PLAN_OP, kv_indptr)
     if plan is None:
@@ -186,7 +187,9 @@ def _check_mask(b, s_q, tree_mask, mask_layout, mask_indptr):
     layout = MaskLayout(mask_layout)
     if layout == MaskLayout.CAUSAL:
         if tree_mask.numel():
-            fail(_OP, "tree_mask", "None for MaskLayout.CAUSAL", describe(tree_mask), "pass the mask_layout of the mask")
+            fail(
+                _OP, "tree_mask", "None for MaskLayout.CAUSAL", describe(tree_mask), "pass the mask_layout of the mask"
+            )
     elif layout == MaskLayout.QLEN:
         check_dtype(_OP, "tree_mask", tree_mask, _BYTE_DTYPES, "MaskLayout.QLEN holds one byte a key")
         check_shape(_OP, "tree_mask", tree_mask, (b, s_q, s_q), "[b, s_q, s_q]")
@@ -203,10 +206,10 @@ def _check_mask(b, s_q, tree_mask, mask_layout, mask_indptr):
         fail(_OP, "mask_indptr", "None unless MaskLayout.FULL", describe(mask_indptr))
 
 
-def _check_page_promise(s_q, kv_indptr, kv_indices, draft_slots, page_size):
+def _check_page_promise(kv_indptr, kv_indices, draft_slots, page_size):
     """The promise of `page_size`, checked where reading the lists costs little: on the CPU."""
     pointers = kv_indptr.tolist()
-    for r, (begin, end) in enumerate(zip(pointers, pointers[1:])):
+    for r, (begin, end) in enumerate(itertools.pairwise(pointers)):
         slots = kv_indices[begin:end].long()
         if draft_slots.numel():
             slots = torch.cat([slots, draft_slots[r].long()])
@@ -216,8 +219,8 @@ def _check_page_promise(s_q, kv_indptr, kv_indices, draft_slots, page_size):
         if bool(broken.any()):
             at = int(broken.int().argmax())
             fail(
-                _OP, "kv_indices", f"whole pages of {page_size} slots", f"slot {int(slots[at])} at entry {at} of request {r}",
-                "pass page_size=1, which promises nothing",
+                _OP, "kv_indices", f"whole pages of {page_size} slots",
+                f"slot {int(slots[at])} at entry {at} of request {r}", "pass page_size=1, which promises nothing",
             )  # fmt: skip
 
 
@@ -230,7 +233,7 @@ def _cpu(
         mask_layout, page_size, sm_scale, logit_cap, k_scale, v_scale,
     )  # fmt: skip
     if page_size > 1:
-        _check_page_promise(q.shape[1], kv_indptr, kv_indices, draft_slots, page_size)
+        _check_page_promise(kv_indptr, kv_indices, draft_slots, page_size)
     mla_tree_verify_reference(
         q, kv_cache, kv_indptr, kv_indices,
         draft_slots=draft_slots if draft_slots.numel() else None,

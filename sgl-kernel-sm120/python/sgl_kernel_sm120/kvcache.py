@@ -53,6 +53,4 @@ def _check(kv_buffers, tgt, src):
             fail(_OP, name, "rows that are contiguous inside", f"strides {list(buffer.stride())}")
 
 
-_kv_move_all_layers = _library.register(
-    _OP, "Tensor(a!)[] kv_buffers, Tensor tgt, Tensor src", cpu=_move, fake=_check
-)
+_kv_move_all_layers = _library.register(_OP, "Tensor(a!)[] kv_buffers, Tensor tgt, Tensor src", cpu=_move, fake=_check)

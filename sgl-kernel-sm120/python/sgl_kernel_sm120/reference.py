@@ -40,8 +40,8 @@ def mla_tree_verify_reference(
 ):  # fmt: skip
     """out[r] = softmax(sm_scale * k_scale * q[r] k^T, tree mask) (v_scale * v) for every request r.
 
-    The arguments are those of mla_tree_verify. `compute_dtype` is that of all arithmetic; out takes the dtype of q, or of
-    the `out` passed in. page_size, workspace and plan cannot change a result and are ignored.
+    The arguments are those of mla_tree_verify. `compute_dtype` is that of all arithmetic; out takes the dtype of q, or
+    of the `out` passed in. page_size, workspace and plan cannot change a result and are ignored.
     """
     b, s_q, h_q, _ = q.shape
     out = q.new_empty(b, s_q, h_q, D_V) if out is None else out
@@ -64,7 +64,7 @@ def mla_tree_verify_reference(
 
 
 def softmax_of_visible(scores, visible):
-    """scores [s_q, h_q, n], visible [s_q, n] -> weights like scores, lse [s_q, h_q]; a row that sees nothing: 0 and -inf."""
+    """scores [s_q, h_q, n], visible [s_q, n] -> weights like scores, lse [s_q, h_q]. No key seen: 0 and -inf."""
     scores = scores.masked_fill(~visible[:, None, :], float("-inf"))
     log_sum = scores.logsumexp(dim=-1)
     finite = log_sum.masked_fill(log_sum == float("-inf"), 0.0)

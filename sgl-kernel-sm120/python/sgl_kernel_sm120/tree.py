@@ -45,9 +45,10 @@ class Acceptance(NamedTuple):
 def ddtree_build(root, ids, log_probs, num_nodes) -> DraftTree:
     """The num_nodes - 1 most probable paths below the root, with all their ancestors.
 
-    root int64 [b]; ids int64 and log_probs fp32 [b, D, K]: the K best tokens of each of D positions, best first. The weight
-    of a path is the fp32 sum of its log-probabilities, added from the root down. Of equal weights the shorter path wins,
-    then the lexicographically smaller rank path. A token of log-probability -inf (or NaN) never becomes a node.
+    root int64 [b]; ids int64 and log_probs fp32 [b, D, K]: the K best tokens of each of D positions, best first. The
+    weight of a path is the fp32 sum of its log-probabilities, added from the root down. Of equal weights the shorter
+    path wins, then the lexicographically smaller rank path. A token of log-probability -inf or NaN never becomes a
+    node.
     """
     _library.require_kernel("ddtree_build", root)
     check_ndim("ddtree_build", "root", root, 1, "[b]")
@@ -69,8 +70,8 @@ def ddtree_build(root, ids, log_probs, num_nodes) -> DraftTree:
 def tree_accept(tokens, parents, target_tokens, max_len) -> Acceptance:
     """Walk from the root while the target's token after the current node is one of its children; at most max_len nodes.
 
-    tokens int64, parents int32, target_tokens int64 [b, N]; target_tokens[r, i] is what the target puts after node i (its
-    argmax, or a sample). Of children with equal tokens the first is taken.
+    tokens int64, parents int32, target_tokens int64 [b, N]; target_tokens[r, i] is what the target puts after node i
+    (its argmax, or a sample). Of children with equal tokens the first is taken.
     """
     _library.require_kernel("tree_accept", tokens)
     check_ndim("tree_accept", "tokens", tokens, 2, "[b, N]")
@@ -87,7 +88,7 @@ def tree_accept(tokens, parents, target_tokens, max_len) -> Acceptance:
 
 
 def pack_tree_mask(visible, *, words=None):
-    """bool [b, N, N] -> int64 [b, N, ceil(N / 64)] for MaskLayout.BITS; bit j % 64 of word j // 64 is visible[..., j]."""
+    """bool [b, N, N] -> int64 [b, N, ceil(N / 64)], MaskLayout.BITS: bit j % 64 of word j // 64 is visible[..., j]."""
     _library.require_kernel("pack_tree_mask", visible)
     check_ndim("pack_tree_mask", "visible", visible, 3, "[b, N, N]")
     b, n, _ = visible.shape
@@ -108,7 +109,7 @@ def unpack_tree_mask(words, num_nodes):
 
 
 def tree_links(parents):
-    """int32 [b, N] -> (first_child, next_sibling), int32 [b, N], -1 = none. Children in the order of their node numbers."""
+    """int32 [b, N] -> (first_child, next_sibling), int32 [b, N], -1 = none. Children in order of their node numbers."""
     n = parents.shape[1]
     node = torch.arange(n, dtype=torch.int32, device=parents.device)
     is_child = parents[:, None, :] == node[:, None]  # [b, node, child]
@@ -132,7 +133,7 @@ def tree_visibility(parents, max_depth):
 
 def _build(root, ids, log_probs, tokens, parents, depth, first_child, next_sibling, visible, used):
     _check_build(root, ids, log_probs, tokens, parents, depth, first_child, next_sibling, visible, used)
-    (b, max_depth, k), n = ids.shape, tokens.shape[1]
+    (b, max_depth, _), n = ids.shape, tokens.shape[1]
     tokens.copy_(root[:, None].expand(b, n))
     parents.fill_(UNUSED_PARENT)
     parents[:, 0] = ROOT_PARENT
@@ -141,14 +142,15 @@ def _build(root, ids, log_probs, tokens, parents, depth, first_child, next_sibli
     if n > 1 and max_depth > 0:
         weight, token, parent = _beams(ids, log_probs, n - 1)
         _pick_nodes(weight, token, parent, tokens, parents, depth, used)
-    for target, source in zip((first_child, next_sibling), tree_links(parents)):
+    for target, source in zip((first_child, next_sibling), tree_links(parents), strict=True):
         target.copy_(source)
     visible.copy_(tree_visibility(parents, max_depth))
 
 
 def _beams(ids, log_probs, width):
-    """The best `width` paths of every depth: weight, last token, place of the parent in the flat [D * width] order (-1 =
-    root), each [b, D * width].
+    """The best `width` paths of every depth: weight, last token, place of the parent, each [b, D * width].
+
+    A place is an index into that flat order; the root has -1.
 
     A beam is exact: a path among the best `width` of all is among the best `width` of its depth, and so is its parent.
     Within a depth the paths are kept in lexicographic order, so that a stable sort by weight breaks ties as promised.
@@ -291,6 +293,4 @@ _tree_accept = _library.register(
     cpu=_accept,
     fake=_check_accept,
 )
-_pack_tree_mask = _library.register(
-    "pack_tree_mask", "Tensor visible, Tensor(a!) words", cpu=_pack, fake=_check_pack
-)
+_pack_tree_mask = _library.register("pack_tree_mask", "Tensor visible, Tensor(a!) words", cpu=_pack, fake=_check_pack)

@@ -3,6 +3,8 @@
 
 namespace sgl_kernel_sm120 {
 
-cudaError_t pack_tree_mask(const PackTreeMaskParams& params, cudaStream_t stream) { return launch_pack_tree_mask(params, stream); }
+cudaError_t pack_tree_mask(const PackTreeMaskParams& params, cudaStream_t stream) {
+  return launch_pack_tree_mask(params, stream);
+}
 
 }  // namespace sgl_kernel_sm120
