@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -140,13 +142,14 @@ def pack_sglang(out: Path, wheel: Path | None) -> None:
         with zipfile.ZipFile(wheel) as z:
             names = set(z.namelist())
             tree = kernel_tree(lambda path: z.read(path).decode() if path in names else None)
+    shutil.rmtree(out, ignore_errors=True)
     for path, text in tree.items():
         (out / path).parent.mkdir(parents=True, exist_ok=True)
         (out / path).write_text(text)
     (out / "VERSION").write_text(version + "\n")
 
 
-def pack_ours(out: Path, wheel: Path | None) -> None:
+def pack_ours(out: Path, wheel: Path | None, archs: list[str]) -> None:
     with tempfile.TemporaryDirectory() as tmp:
         if wheel is None:
             command = [
@@ -160,8 +163,9 @@ def pack_ours(out: Path, wheel: Path | None) -> None:
                 tmp,
                 str(ROOT / "sgl-kernel-sm120"),
             ]
-            subprocess.run(command, check=True)
+            subprocess.run(command, check=True, env={"SGL_KERNEL_SM120_ARCHS": " ".join(archs), **os.environ})
             wheel = next(Path(tmp).glob("sgl_kernel_sm120-*.whl"))
+        shutil.rmtree(out, ignore_errors=True)
         with zipfile.ZipFile(wheel) as z:
             z.extractall(out)
 
@@ -169,9 +173,7 @@ def pack_ours(out: Path, wheel: Path | None) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE / "bundle")
-    parser.add_argument(
-        "--arch", nargs="+", default=["90a"], help="compute capabilities of the GPU host, for native/ (default: 90a)"
-    )
+    parser.add_argument("--arch", nargs="+", default=["90a"], help="compute capabilities to compile for (default: 90a)")
     parser.add_argument("--wheel", type=Path, help="a wheel of our kernel package (default: build one)")
     parser.add_argument(
         "--sglang-wheel", type=Path, help="an sglang wheel on disk (default: download the pinned version)"
@@ -194,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
     if "sglang" not in args.skip:
         pack_sglang(args.out / "sglang_kernels", args.sglang_wheel)
     if "package" not in args.skip:
-        pack_ours(args.out / "site", args.wheel)
+        pack_ours(args.out / "site", args.wheel, args.arch)
     (args.out / "COMMIT").write_text(commit(ROOT) + "\n")
     size = sum(p.stat().st_size for p in args.out.rglob("*") if p.is_file())
     print(f"{args.out}: {size / 2**20:.1f} MiB")

@@ -27,22 +27,13 @@ sys.path.insert(0, str(HERE / "kernels"))
 
 import arithmetic_sm120  # noqa: E402
 from verify_bench import results, table  # noqa: E402
+from verify_bench.arms import ARMS  # noqa: E402
 from verify_bench.shapes import Shape  # noqa: E402
 
 OPEN = re.compile(r"^<!-- results: (?P<table>\S+) (?P<file>\S+) -->$")
 CLOSE = "<!-- /results -->"
 SKIPPED_FOLDERS = {".git", "build", "bundle", "out", "node_modules", ".venv"}
-LABELS = {
-    "ours": "ours",
-    "triton_extend": "Triton extend",
-    "triton_decode": "Triton decode*",
-    "flashinfer_full": "FlashInfer*",
-    "flashinfer_100k": "FlashInfer 100 KB*",
-    "ladder_32bit_s16": "32-bit, 16 splits",
-    "ladder_32bit_s64": "32-bit, 64 splits",
-    "ladder_128bit_s64": "128-bit, 64 splits",
-    "torch_reference": "torch fp32",
-}
+LABELS = {name: arm.label for name, arm in ARMS.items()}
 
 
 class ReportError(Exception):

@@ -37,7 +37,8 @@ def is_context_row(r: dict, kv_dtype: str = "bf16") -> bool:
 
 def subtitle(data: dict) -> str:
     h = data["header"]
-    return f"{h['gpu']['name'] if h['gpu'] else h['device']}, commit {h['commit'][:12]}, {h['date'][:10]}"
+    card = h["gpu"]["name"] if h["gpu"] else h["device"]
+    return f"{card}, commit {h['commit'][:12]}, {h['date'][:10]}; * without the tree mask"
 
 
 def plot_context(data: dict, path: Path) -> None:
@@ -51,7 +52,7 @@ def plot_context(data: dict, path: Path) -> None:
     for arm in dict.fromkeys(r["arm"] for r in rows):
         line = sorted((r for r in rows if r["arm"] == arm), key=lambda r: r["prefix"])
         x = [r["prefix"] for r in line]
-        ax.plot(x, [r["us_p50"] for r in line], label=arm, **style(arm))
+        ax.plot(x, [r["us_p50"] for r in line], label=ARMS[arm].label, **style(arm))
         ax.fill_between(
             x,
             [r["us_p20"] for r in line],
@@ -93,7 +94,9 @@ def plot_roofline(data: dict, path: Path) -> None:
         line = [r for r in data["rows"] if r["arm"] == arm]
         x = [counters.flops(results.shape_of(r)) / counters.kv_bytes(results.shape_of(r)) for r in line]
         intensity[arm] = x
-        ax.plot(x, [r["tflops"] for r in line], label=arm, **{**style(arm), "linewidth": 0, "linestyle": "none"})
+        ax.plot(
+            x, [r["tflops"] for r in line], label=ARMS[arm].label, **{**style(arm), "linewidth": 0, "linestyle": "none"}
+        )
     ceilings = data["header"]["ceilings"]
     low, high = min(map(min, intensity.values())) / 2, max(map(max, intensity.values())) * 2
     copy, mma = ceilings.get("copy_gbps"), ceilings.get("mma_tflops")

@@ -66,6 +66,7 @@ def test_fp8_is_outside_the_ladder():
 
 def test_every_arm_has_a_name_of_its_own_and_a_note():
     assert all(name == arm.name and arm.note for name, arm in ARMS.items())
+    assert all(arm.label.endswith("*") != arm.tree_mask for arm in ARMS.values())
     assert [n for n, arm in ARMS.items() if not arm.tree_mask] == [
         "triton_decode",
         "flashinfer_full",

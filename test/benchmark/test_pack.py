@@ -83,11 +83,13 @@ def test_pack_from_wheels(tmp_path, capsys):
     with zipfile.ZipFile(ours, "w") as z:
         z.writestr("sgl_kernel_sm120/__init__.py", "")
     out = tmp_path / "bundle"
+    (out / "site" / "stale").mkdir(parents=True)
     args = ["--out", str(out), "--skip", "native", "--sglang-wheel", str(sglang), "--wheel", str(ours)]
     assert pack_gpu.main(args) == 0
     assert (out / "sglang_kernels" / "VERSION").read_text() == "9.9\n"
     assert (out / "sglang_kernels" / EXTEND).read_text() == FILES[EXTEND]
     assert (out / "site" / "sgl_kernel_sm120" / "__init__.py").exists() and len((out / "COMMIT").read_text()) > 6
+    assert not (out / "site" / "stale").exists()
     assert "MiB" in capsys.readouterr().out
 
 

@@ -46,7 +46,7 @@ def test_the_series_are_the_rows(result, monkeypatch):
     plot.main([str(result)])
     lines = {line.get_label(): line for line in drawn["mla_tree_verify_context.png"].get_lines()}
     assert list(lines["ours"].get_xdata()) == [1024, 16384, 189440]
-    assert list(lines["triton_extend"].get_ydata()) == pytest.approx([204.8, 3276.8, 37888])
+    assert list(lines["Triton extend"].get_ydata()) == pytest.approx([204.8, 3276.8, 37888])
     assert list(lines["ours, fp8 KV"].get_xdata()) == [1024, 189440]
     floor = lines["floor: KV read once, or the MMAs"].get_ydata()
     assert floor[-1] == pytest.approx(218245.248 / 4000)

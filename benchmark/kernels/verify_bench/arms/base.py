@@ -38,6 +38,7 @@ class Context:
 
 class Arm:
     name: str
+    label: str  # in tables and plots; a star there says that the arm has no tree mask
     note: str
     tree_mask = True  # False: computes with every listed row visible, and is checked against that
     # Largest relative error, whole output and worst row, by KV dtype. A bf16 output of fp32 accumulation lies near

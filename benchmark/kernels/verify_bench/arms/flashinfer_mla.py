@@ -90,11 +90,13 @@ class FlashInfer(Arm):
 
 class Full(FlashInfer):
     name = "flashinfer_full"
+    label = "FlashInfer*"
     name_of_library = "flashinfer_mla_full"
     note = "FlashInfer FA2 MLA, this card's shared memory; no tree mask"
 
 
 class Limited(FlashInfer):
     name = "flashinfer_100k"
+    label = "FlashInfer 100 KB*"
     name_of_library = "flashinfer_mla_100k"
     note = "FlashInfer FA2 MLA as on sm_120 (100 KB); no tree mask"

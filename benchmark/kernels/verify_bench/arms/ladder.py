@@ -58,14 +58,17 @@ class Ladder(Arm):
 
 class Loads32Splits16(Ladder):
     name, vector, splits = "ladder_32bit_s16", 2, 16
+    label = "32-bit, 16 splits"
     note = "plain kernel, 32-bit loads, 16 splits"
 
 
 class Loads32Splits64(Ladder):
     name, vector, splits = "ladder_32bit_s64", 2, 64
+    label = "32-bit, 64 splits"
     note = "plain kernel, 32-bit loads, 64 splits"
 
 
 class Loads128Splits64(Ladder):
     name, vector, splits = "ladder_128bit_s64", 8, 64
+    label = "128-bit, 64 splits"
     note = "plain kernel, 128-bit loads, 64 splits"

@@ -19,6 +19,7 @@ def package():
 
 class Ours(Arm):
     name = "ours"
+    label = "ours"
     note = "sgl_kernel_sm120.mla_tree_verify, plan and merge included"
 
     def version(self) -> str | None:
@@ -55,6 +56,7 @@ class Ours(Arm):
 
 class Reference(Arm):
     name = "torch_reference"
+    label = "torch fp32"
     note = "the fp32 specification, eager torch"
 
     def prepare(self, problem: Problem) -> Prepared:

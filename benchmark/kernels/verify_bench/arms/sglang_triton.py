@@ -80,6 +80,7 @@ class _Triton(Arm):
 
 class Extend(_Triton):
     name = "triton_extend"
+    label = "Triton extend"
     note = "upstream's tree verify: extend_attention_fwd"
 
     def prepare(self, problem: Problem) -> Prepared:
@@ -129,6 +130,7 @@ class Extend(_Triton):
 
 class Decode(_Triton):
     name = "triton_decode"
+    label = "Triton decode*"
     note = "upstream's grouped decode, rows folded into heads; no tree mask"
     tree_mask = False
 
