@@ -47,16 +47,16 @@ class Edit:
     anchor: dict[str, str] | None = None
     symbol_sha: str = ""
     number: int = 1  # position in its file
+    twin: int = 1  # position among the edits of the same symbol
 
     @property
     def name(self) -> str:
         """How messages, the series and the tests call this edit."""
-        return f"{self.module}#{self.number}"
+        return f"{self.module}:{self.symbol or 'module'}" + (f"#{self.twin}" if self.twin > 1 else "")
 
     @property
     def place(self) -> str:
-        anchor = f" {self.action} {describe(self.anchor)}" if self.anchor else f" {self.action}"
-        return f"{self.name} ({self.symbol or 'module'}:{anchor})"
+        return f"{self.name} ({self.action}{' ' + describe(self.anchor) if self.anchor else ''})"
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,11 @@ def load_edits(root: Path) -> list[Edit]:
         for number, fields in enumerate(table.get("edit", []), start=1):
             wrong = complaints(fields)
             if wrong:
-                reasons += [f"{module}#{number}: {complaint}" for complaint in wrong]
+                reasons += [f"{module}, edit {number}: {complaint}" for complaint in wrong]
             else:
                 text = textwrap.dedent(fields["text"].strip("\n")).rstrip()
-                edits.append(Edit(module=module, number=number, **{**fields, "text": text}))
+                twin = 1 + sum(edit.module == module and edit.symbol == fields["symbol"] for edit in edits)
+                edits.append(Edit(module=module, number=number, twin=twin, **{**fields, "text": text}))
     if reasons:
         raise Refused(*reasons)
     return edits

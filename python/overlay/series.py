@@ -26,8 +26,9 @@ class Change:
     title: str
     motivation: str
     description: str
-    files: list[str]  # of ours: paths or directories
+    files: list[str]  # of ours: paths or directories; a file belongs to the change that names it most exactly
     edits: list[str]  # names, as in Edit.name
+    fix: bool  # of a plain upstream bug: means something to upstream without the rest of the series
 
     def message(self) -> str:
         def section(heading: str, text: str) -> str:
@@ -40,7 +41,7 @@ def load(fork: Path) -> list[Change]:
     path, changes, reasons = fork / SERIES, [], []
     for number, fields in enumerate(tomllib.loads(path.read_text(encoding="utf-8"))["change"], start=1):
         try:
-            changes.append(Change(**{"files": [], "edits": [], **fields}))
+            changes.append(Change(**{"files": [], "edits": [], "fix": False, **fields}))
         except TypeError as error:
             reasons.append(f"{SERIES}, change {number}: {str(error).partition('()')[2].strip() or error}")
     if reasons:
@@ -50,19 +51,24 @@ def load(fork: Path) -> list[Change]:
 
 def assign(changes: list[Change], plan: Plan) -> list[tuple[Change, list[str], list[str]]]:
     """Each change with its files and edits; every file and edit belongs to exactly one change."""
-    reasons, result = [], []
-    owners: dict[str, list[str]] = {path: [] for path in plan.own} | {edit.name: [] for edit in plan.edits}
+    reasons = []
+    files: dict[str, list[str]] = {change.title: [] for change in changes}
+    owners: dict[str, list[str]] = {edit.name: [] for edit in plan.edits}
+    for path in plan.own:
+        matches = [(len(entry), change.title) for change in changes for entry in change.files if covers(entry, path)]
+        best = [title for length, title in matches if length == max(matches)[0]]
+        owners[path] = best
+        for title in best:
+            files[title].append(path)
     for change in changes:
-        files = [path for path in plan.own if any(path == entry or path.startswith(entry.rstrip("/") + "/") for entry in change.files)]
         for entry in change.files:
-            if not any(path == entry or path.startswith(entry.rstrip("/") + "/") for path in plan.own):
+            if not any(covers(entry, path) for path in plan.own):
                 reasons.append(f"{SERIES}: {change.title!r} names {entry}, which is no file of ours")
         for name in change.edits:
-            if name not in owners:
+            if name in owners:
+                owners[name].append(change.title)
+            else:
                 reasons.append(f"{SERIES}: {change.title!r} names the edit {name}, which does not exist")
-        for name in files + [name for name in change.edits if name in owners]:
-            owners[name].append(change.title)
-        result.append((change, files, change.edits))
     for name, titles in owners.items():
         if not titles:
             reasons.append(f"{SERIES}: {name} is in no change: add it to one")
@@ -70,7 +76,11 @@ def assign(changes: list[Change], plan: Plan) -> list[tuple[Change, list[str], l
             reasons.append(f"{SERIES}: {name} is in {len(titles)} changes: {', '.join(titles)}")
     if reasons:
         raise Refused(*reasons)
-    return result
+    return [(change, files[change.title], change.edits) for change in changes]
+
+
+def covers(entry: str, path: str) -> bool:
+    return path == entry or path.startswith(entry.rstrip("/") + "/")
 
 
 def check(fork: Path, plan: Plan) -> None:
@@ -99,7 +109,7 @@ def write_against(fork: Path, wheel: Wheel, out: Path) -> list[Path]:
             done.update(edits)
             for path in files:
                 put(tree / path, plan.own[path].read_bytes())
-            for module in {name.partition("#")[0] for name in edits}:
+            for module in {name.partition(":")[0] for name in edits}:
                 chosen = [edit for edit in plan.edits if edit.module == module and edit.name in done]
                 put(tree / module, apply(module, wheel.read(module).decode(), chosen).encode())
             commit(tree, change.message())

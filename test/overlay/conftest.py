@@ -104,7 +104,7 @@ class SmallFork:
             title = "Fix the choice"
             motivation = "It is wrong."
             description = "Make it right."
-            edits = ["sglang/srt/choices.py#1"]
+            edits = ["sglang/srt/choices.py:pick"]
 
             [[change]]
             title = "Add ours"

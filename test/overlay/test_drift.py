@@ -21,7 +21,7 @@ def test_formatting_is_no_drift(small, compare):
     report, clean = compare(small.files | {"sglang/srt/choices.py": text})
     assert clean and report.splitlines() == [
         "sglang 1.0 -> 1.1",
-        "unchanged      sglang/srt/choices.py#1 (pick: replace assign = 'need_sort')",
+        "unchanged      sglang/srt/choices.py:pick (replace assign = 'need_sort')",
         "no work needed",
     ]
 

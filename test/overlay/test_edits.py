@@ -144,7 +144,7 @@ def test_edits_that_overlap_are_refused():
         Edit("m", "pick", "replace", "if a:\n    $old", "w", "u", "r", "t", {"call": "lookup"}, number=1),
         Edit("m", "pick", "replace", "other()", "w", "u", "r", "t", {"call": "lookup"}, number=2),
     ]
-    with pytest.raises(Refused, match=r"m#\d .*overlaps m#\d .*merge them"):
+    with pytest.raises(Refused, match=r"m:pick.*overlaps m:pick.*merge them"):
         apply("m", MODULE, edits, signed=False)
 
 
@@ -166,13 +166,13 @@ def test_every_malformed_edit_is_reported_at_once(tmp_path):
         load_edits(tmp_path)
     report = "\n".join(refusal.value.reasons)
     for expected in (
-        "sglang/a.py#1: key 'why' is missing",
+        "sglang/a.py, edit 1: key 'why' is missing",
         "b.py.toml: not valid TOML",
-        "sglang/c.py#1: text has 4 lines",
-        "sglang/d.py#1: action 'insert'",
-        "sglang/e.py#1: $old has a meaning in action 'replace' only",
-        "sglang/f.py#1: action 'append' takes no anchor",
-        "sglang/g.py#1: key 'when' is unknown",
-        "sglang/h.py#1: key 'why' is empty",
+        "sglang/c.py, edit 1: text has 4 lines",
+        "sglang/d.py, edit 1: action 'insert'",
+        "sglang/e.py, edit 1: $old has a meaning in action 'replace' only",
+        "sglang/f.py, edit 1: action 'append' takes no anchor",
+        "sglang/g.py, edit 1: key 'when' is unknown",
+        "sglang/h.py, edit 1: key 'why' is empty",
     ):
         assert expected in report

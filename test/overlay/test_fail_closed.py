@@ -122,5 +122,5 @@ def test_pip_shows_the_reasons(monkeypatch, small):
     monkeypatch.setattr(backend, "FORK", small.root)
     monkeypatch.setattr(backend, "load_pin", lambda fork: small.pin())
     monkeypatch.setenv(upstream.WHEELS_VARIABLE, str(small.wheels))
-    with pytest.raises(SystemExit, match="refused, nothing was written:\n  sglang/srt/choices.py#1 .*is lost"):
+    with pytest.raises(SystemExit, match="refused, nothing was written:\n  sglang/srt/choices.py:pick .*is lost"):
         backend.build_wheel(str(small.root))

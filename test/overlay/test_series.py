@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The series of patches: complete, applicable with `git am` to the pinned upstream, and equal to the fork."""
 
+import ast
 import os
+import re
 import subprocess
 
 import pytest
@@ -66,15 +68,40 @@ def test_each_patch_says_why(patches):
         assert "\nMotivation\n\n" in text and "\nModifications\n\n" in text, patch.name
 
 
-def test_bug_fixes_come_first_and_stand_alone(fork, fork_plan):
-    """Upstream can take them without the rest: they add no file and name nothing of ours."""
-    changes = series.load(fork)
-    plain = [not change.files for change in changes]
-    assert plain == sorted(plain, reverse=True)
-    edits = {edit.name: edit for edit in fork_plan.edits}
-    for change in changes:
-        if not change.files:
-            assert not [name for name in change.edits if "kdtree" in edits[name].text or "ddtree" in edits[name].text]
+def test_bug_fixes_come_first_and_name_nothing_of_ours(fork, fork_plan):
+    steps = series.assign(series.load(fork), fork_plan)
+    fixes = [change.fix for change, _, _ in steps]
+    assert any(fixes) and fixes == sorted(fixes, reverse=True)
+    edits = {edit.name: edit.text for edit in fork_plan.edits}
+    for change, files, names in steps:
+        texts = [edits[name] for name in names] + [fork_plan.own[path].read_text() for path in files]
+        assert not change.fix or not re.search("kdtree|ddtree", "".join(texts), re.IGNORECASE), change.title
+
+
+def test_every_prefix_of_the_series_imports_only_what_is_there(fork, fork_plan, pinned, applied, patches):
+    """A patch may use what upstream has and what the series has added so far, never what a later patch adds."""
+    later = {module_name(path) for path in fork_plan.own if path.endswith(".py")}
+    commits = git(applied, "rev-list", "--reverse", "HEAD").split()[1:]
+    for commit, (change, files, _) in zip(commits, series.assign(series.load(fork), fork_plan), strict=True):
+        later -= {module_name(path) for path in files}
+        for name in git(applied, "diff-tree", "--no-commit-id", "--name-only", "-r", commit).split():
+            if name.endswith(".py"):
+                early = imported(git(applied, "show", f"{commit}:{name}")) & later
+                assert not early, f"{change.title}: {name} imports {early}, which a later patch adds"
+
+
+def module_name(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imported(text: str) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
 
 
 def test_the_same_fork_gives_the_same_patches(fork, patches, pinned, tmp_path):
@@ -93,8 +120,9 @@ def test_old_patches_are_cleared(small, tmp_path):
     "change, message",
     [
         ('files = ["sglang/nothing"]', "names sglang/nothing, which is no file of ours"),
-        ('edits = ["sglang/srt/choices.py#9"]', "names the edit sglang/srt/choices.py#9, which does not exist"),
-        ('edits = ["sglang/srt/choices.py#1"]', "is in 2 changes: Fix the choice, More"),
+        ('edits = ["sglang/srt/choices.py:none"]', "names the edit sglang/srt/choices.py:none, which does not exist"),
+        ('edits = ["sglang/srt/choices.py:pick"]', "is in 2 changes: Fix the choice, More"),
+        ('files = ["sglang/srt"]', "ours.py is in 2 changes: Add ours, More"),
         ('file = ["sglang/srt"]', "change 3: "),
     ],
 )
@@ -103,6 +131,17 @@ def test_a_wrong_series_is_refused(small, change, message):
     path.write_text(path.read_text() + f'[[change]]\ntitle = "More"\nmotivation = "m"\ndescription = "d"\n{change}\n')
     with pytest.raises(Refused, match=message):
         series.check(small.root, small.plan())
+
+
+def test_a_file_belongs_to_the_change_that_names_it_most_exactly(small):
+    path = small.root / "series.toml"
+    path.write_text(
+        path.read_text()
+        + '[[change]]\ntitle = "More"\nmotivation = "m"\ndescription = "d"\nfiles = ["sglang/srt/ours.py"]\n'
+    )
+    small.own("srt/rest.py", "")
+    assigned = {change.title: files for change, files, _ in series.assign(series.load(small.root), small.plan())}
+    assert assigned == {"Fix the choice": [], "Add ours": ["sglang/srt/rest.py"], "More": ["sglang/srt/ours.py"]}
 
 
 def test_a_forgotten_file_or_edit_is_refused(small):
