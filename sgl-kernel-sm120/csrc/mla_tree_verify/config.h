@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shapes, the shared-memory plan and the barriers of the main kernel.
+#pragma once
+#include <cstdint>
+
+#include "common/per_device.h"
+#include "mla_tree_verify/schedule.h"
+
+namespace sgl_kernel_sm120::mla_tree_verify_op {
+
+constexpr int kDqk = 576;
+constexpr int kRopeBegin = kDv;  // columns 512..575 are the rotary part of the key
+constexpr int kWarp = 32;
+constexpr int kPairs = 2;                       // pairs of score warps: they take tiles in turn
+constexpr int kHalves = 2;                      // warps of a pair: each has half of the 576 columns
+constexpr int kScoreWarps = kPairs * kHalves;   // warps 0..3, one on each scheduler
+constexpr int kValueWarps = 4;                  // warps 4..7, likewise
+constexpr int kThreads = kWarp * (kScoreWarps + kValueWarps);  // 256: every thread may have 255 registers
+constexpr int kDvPerWarp = kDv / kValueWarps;   // 128
+constexpr int kChunkBytes = 16;                 // what one cp.async moves and one row of an ldmatrix matrix holds
+constexpr int kGroupBytes = 128;                // 8 chunks: all banks once. Chunk c of row r lies at place c ^ (r % 8) of its group
+constexpr int kMaxDraft = 128;
+constexpr int kMaskWords = kMaxDraft / 32;
+constexpr int kQRowBytes = 2 * kDqk;            // 1152
+#ifndef PREF
+#define PREF 8
+#endif
+constexpr int kPrefetchTiles = PREF;            // how far the L2 prefetch runs ahead of the copies
+constexpr int kPrefetchListTiles = 32;          // how far that of the slot list does
+
+// The cache row and how a tile of it lies in shared memory. A row has its value (a multiple of 128 B), then a group of 128 B
+// that first holds the rotary part and, once the scores of the tile are known, one row of P: kRows probabilities.
+struct Bf16Kv {
+  static constexpr bool kFp8 = false;
+  static constexpr int kElementBytes = 2;
+  static constexpr int kRowChunks = 72;      // 1152 B
+  static constexpr int kStages = 5;          // x 18,432 B
+  static constexpr float kRescaleAt = 32.f;  // P may grow to 2^32 before O is rescaled: bf16 has the exponents of fp32
+};
+struct Fp8Kv {
+  static constexpr bool kFp8 = true;
+  static constexpr int kElementBytes = 1;
+  static constexpr int kRowChunks = 36;      // 576 B
+  static constexpr int kStages = 9;          // x 10,240 B
+  static constexpr float kRescaleAt = 8.f;   // P is fp16, at most 65504
+};
+
+template <class Kv_, int kRowBlocks_>
+struct Config {
+  using Kv = Kv_;
+  static constexpr int kRowBlocks = kRowBlocks_;              // MMA N tiles of 8 rows
+  static constexpr int kRows = 8 * kRowBlocks;                // query rows (position x head) of a block
+  static constexpr int kOwnFirst = (kRowBlocks + 1) / 2;      // row blocks whose softmax half 0 does; half 1 does the others
+  static constexpr int kStages = Kv::kStages;
+  static constexpr int kValueBytes = kDv * Kv::kElementBytes;         // 1024 or 512
+  static constexpr int kPitch = kValueBytes + kGroupBytes;            // 1152 or 640
+  static constexpr int kStageBytes = kTileTokens * kPitch;            // 18,432 or 10,240
+  static constexpr int kRopeChunks = Kv::kRowChunks - kValueBytes / kChunkBytes;               // 8 or 4
+  static constexpr int kQStages = (kRows * kQRowBytes + kStageBytes - 1) / kStageBytes;        // stages that Q passes through
+  static constexpr int kEarlyTiles = kStages - kQStages;                                       // tiles loaded beside it
+  static constexpr int kFirstLoads = kStages / 2 + 1;                                          // of slots_of_two: tiles 0..kStages
+  static constexpr int kSteps = 18;  // of 16 columns, a score warp's share of the 36
+
+  struct SharedMemoryPlan {
+    alignas(128) unsigned char kv[kStages][kStageBytes];  // also Q on its way into registers
+    float4 exchange[kPairs][kRowBlocks][kWarp];           // half of the scores of a row block, for the warp that owns it
+    uint32_t tree_mask[kRows][kMaskWords];                // bit j: the row sees draft key j
+    float row_max[kRows];                                 // what P is relative to, log2; lags behind the true maximum
+    float row_sum[kRows];
+    float rescale[kStages][kRows];                        // for O before it takes the tile; valid where rescaled says so
+    int2 rescaled[kStages];                               // by half 0, by half 1
+    uint64_t bar_kv_full[kStages];                        // rows of a tile have landed
+    uint64_t bar_p_full[kStages];                         // P of a tile is written
+    uint64_t bar_p_empty[kStages];                        // all value warps have read it
+    uint64_t bar_order[kHalves][kPairs];                  // a pair has settled row_max for its tile
+    float q_scale[Kv::kFp8 ? kRows : 1];                  // the power of two that brings a row of Q into the range of fp16
+  };
+  static constexpr int kSmemBytes = sizeof(SharedMemoryPlan);
+  static_assert(kSmemBytes <= kMaxSmemBytes, "sm_120 gives a block 99 KiB");
+  static_assert(2 * kRows <= kGroupBytes, "the probabilities of a token fit behind its value");
+  static_assert(kEarlyTiles >= 1);
+};
+
+// Named barriers; 0 is __syncthreads.
+enum Barrier : int {
+  kBarPairScores = 1,     // + pair: both halves have written their shares of the exchange
+  kBarExchangeFree = 3,   // + 2 pair + half: that half's incoming scores have been read
+  kBarValueWarps = 7,
+};
+
+}  // namespace sgl_kernel_sm120::mla_tree_verify_op

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+// Who computes what: plain arithmetic, the same on the host and on the device. See NOTES.md, "Work distribution".
+//
+// The 16-token tiles of all requests lie on one line, request after request. The line is cut into equal parts, one a
+// column of blocks; the blocks of a column share its tokens and have one row tile each. The part of a column that lies in
+// one request is a segment. A segment leaves its partial result in slot column + request of the workspace: along the line
+// either number grows from one segment to the next, so no two segments share a slot.
+#pragma once
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define MLA_HOST_DEVICE __host__ __device__
+#else
+#define MLA_HOST_DEVICE
+#endif
+
+namespace sgl_kernel_sm120::mla_tree_verify_op {
+
+constexpr int kTileTokens = 16;
+constexpr int kDv = 512;
+constexpr int kMinTilesPerColumn = 4;  // below it a column's fixed cost outweighs the tokens it takes over
+constexpr int kMaxRowBlocks = 5;       // row tiles are 8, 16, 24, 32 or 40 rows; a 48th row needs more registers than there are
+
+// Row tile in blocks of 8 rows. A tile of n blocks costs about n + 3: loads and V do not depend on its rows (NOTES.md).
+MLA_HOST_DEVICE constexpr int row_blocks_per_tile(int rows) {
+  const int blocks = (rows + 7) / 8;
+  int best = kMaxRowBlocks, best_cost = (blocks + best - 1) / best * (best + 3);
+  for (int n = kMaxRowBlocks - 1; n >= 1; --n) {
+    const int cost = (blocks + n - 1) / n * (n + 3);
+    if (cost < best_cost) best = n, best_cost = cost;
+  }
+  return best;
+}
+
+MLA_HOST_DEVICE constexpr int num_row_tiles(int rows) {
+  const int tile = 8 * row_blocks_per_tile(rows);
+  return (rows + tile - 1) / tile;
+}
+
+// One block an SM.
+MLA_HOST_DEVICE constexpr int max_columns(int row_tiles, int num_sms) {
+  return num_sms > row_tiles ? num_sms / row_tiles : 1;
+}
+
+// The columns that get work when the line is num_tiles long.
+MLA_HOST_DEVICE constexpr int num_columns(int64_t num_tiles, int max_columns) {
+  const int64_t wanted = num_tiles / kMinTilesPerColumn;
+  return wanted < 1 ? 1 : wanted < max_columns ? static_cast<int>(wanted) : max_columns;
+}
+
+MLA_HOST_DEVICE constexpr int64_t column_begin(int column, int64_t num_tiles, int columns) {
+  return column * num_tiles / columns;
+}
+
+// The column that holds a tile: the last one that begins at or before it.
+MLA_HOST_DEVICE constexpr int column_of_tile(int64_t tile, int64_t num_tiles, int columns) {
+  return static_cast<int>(((tile + 1) * columns - 1) / num_tiles);
+}
+
+// One entry a request and a last one whose first_tile is the length of the line. int4 on the device.
+struct PlanEntry {
+  int32_t first_tile;   // on the line
+  int32_t list_begin;   // in kv_indices, clamped
+  int32_t list_length;  // clamped; of the last entry: StatusBit mask
+  int32_t num_tokens;   // list and, when they are apart from it, draft slots
+};
+constexpr int kPlanEntryInts = sizeof(PlanEntry) / sizeof(int32_t);
+
+MLA_HOST_DEVICE constexpr int64_t partial_slots(int b, int row_tiles, int num_sms) {
+  return int64_t{max_columns(row_tiles, num_sms)} + b - 1;
+}
+
+// Floats of one partial result: o[row tile][rows of a tile][512] in fragment order, and (max, sum) of each row.
+MLA_HOST_DEVICE constexpr int64_t partial_o_floats(int rows) {
+  return int64_t{num_row_tiles(rows)} * 8 * row_blocks_per_tile(rows) * kDv;
+}
+MLA_HOST_DEVICE constexpr int64_t partial_stats_floats(int rows) {
+  return int64_t{num_row_tiles(rows)} * 8 * row_blocks_per_tile(rows) * 2;
+}
+
+MLA_HOST_DEVICE constexpr int64_t workspace_bytes(int b, int s_q, int h_q, int num_sms) {
+  const int rows = s_q * h_q;
+  return partial_slots(b, num_row_tiles(rows), num_sms) * 4 * (partial_o_floats(rows) + partial_stats_floats(rows));
+}
+
+MLA_HOST_DEVICE constexpr int64_t plan_ints(int b) { return int64_t{b + 1} * kPlanEntryInts; }
+
+static_assert(num_row_tiles(72) == 2 && row_blocks_per_tile(72) == 5, "9 rows of 8 heads: two tiles of 40");
+static_assert(row_blocks_per_tile(8) == 1 && row_blocks_per_tile(64) == 4 && num_row_tiles(576) == 15, "");
+
+}  // namespace sgl_kernel_sm120::mla_tree_verify_op

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+// The piece of work between two reloads of Q, and the mask of its draft keys.
+#pragma once
+#include "mla_tree_verify/config.h"
+#include "params.h"
+
+namespace sgl_kernel_sm120::mla_tree_verify_op {
+
+struct Segment {
+  int request;
+  int first_tile, num_tiles;  // of the request
+  int num_tokens;             // of the request, draft tokens included
+  int prefix;                 // tokens that every row sees
+  int list_begin, list_length;
+  int num_parts;              // segments that share the request
+  int slot;                   // of the workspace
+};
+
+__device__ __forceinline__ PlanEntry load_plan_entry(const MlaTreeVerifyParams& params, int request) {
+  const int4 v = __ldg(reinterpret_cast<const int4*>(params.plan) + request);
+  return {v.x, v.y, v.z, v.w};
+}
+
+// A plan made for other lengths must not lead out of kv_indices.
+__device__ __forceinline__ Segment make_segment(const MlaTreeVerifyParams& params, int request, int64_t line, int64_t line_end,
+                                                int64_t num_tiles, int columns, int column) {
+  const PlanEntry entry = load_plan_entry(params, request);
+  const int next = load_plan_entry(params, request + 1).first_tile;
+  Segment s;
+  s.request = request;
+  s.first_tile = static_cast<int>(line) - entry.first_tile;
+  s.num_tiles = min(static_cast<int>(line_end), next) - static_cast<int>(line);
+  s.list_begin = static_cast<int>(min(int64_t{max(entry.list_begin, 0)}, params.num_indices));
+  s.list_length = static_cast<int>(min(int64_t{max(entry.list_length, 0)}, params.num_indices - s.list_begin));
+  s.num_tokens = params.draft_slots == nullptr ? min(entry.num_tokens, s.list_length) : entry.num_tokens;
+  s.prefix = max(s.num_tokens - params.s_q, 0);
+  s.num_parts = column_of_tile(next - 1, num_tiles, columns) - column_of_tile(entry.first_tile, num_tiles, columns) + 1;
+  s.slot = column + request;
+  return s;
+}
+
+__device__ __forceinline__ bool draft_key_visible(const MlaTreeVerifyParams& params, const Segment& segment, int position, int key) {
+  const int64_t row = int64_t{segment.request} * params.s_q + position;
+  const auto* bytes = static_cast<const uint8_t*>(params.tree_mask);
+  switch (params.mask_layout) {
+    case MaskLayout::kCausal:
+      return key <= position;
+    case MaskLayout::kQlen:
+      return bytes[row * params.s_q + key] != 0;
+    case MaskLayout::kBits:
+      return static_cast<const uint64_t*>(params.tree_mask)[row * ((params.s_q + 63) / 64) + key / 64] >> (key % 64) & 1;
+    case MaskLayout::kFull:
+      const int64_t at = params.mask_indptr[segment.request] + int64_t{position} * (segment.prefix + params.s_q) + segment.prefix + key;
+      return at >= 0 && at < params.mask_bytes && bytes[at] != 0;
+  }
+  return false;
+}
+
+__device__ __forceinline__ bool mask_block_is_complete(const MlaTreeVerifyParams& params, const Segment& segment) {
+  if (params.mask_layout != MaskLayout::kFull) return true;
+  const int64_t begin = params.mask_indptr[segment.request];
+  return begin >= 0 && begin + int64_t{params.s_q} * (segment.prefix + params.s_q) <= params.mask_bytes;
+}
+
+// All warps: a bit a draft key and row. Rows past the end see none.
+template <class C>
+__device__ __forceinline__ void build_tree_mask(const MlaTreeVerifyParams& params, const Segment& segment,
+                                                typename C::SharedMemoryPlan& smem, int first_row) {
+  const int lane = threadIdx.x % kWarp;
+  for (int r = threadIdx.x / kWarp; r < C::kRows; r += kThreads / kWarp) {
+    const int position = (first_row + r) / params.h_q;
+    for (int word = 0; word < kMaskWords; ++word) {
+      const int key = word * 32 + lane;
+      const bool visible = position < params.s_q && key < params.s_q && draft_key_visible(params, segment, position, key);
+      const uint32_t bits = __ballot_sync(~0u, visible);
+      if (lane == 0) smem.tree_mask[r][word] = bits;
+    }
+  }
+}
+
+}  // namespace sgl_kernel_sm120::mla_tree_verify_op
