@@ -76,14 +76,14 @@ def demangle(names: list[str]) -> list[str]:
 
 
 def short(kernel: str) -> str:
-    """The kernel without return type, parameters and our namespace."""
+    """The kernel without return type, parameters and namespaces."""
     depth = 0
     for at in range(len(kernel) - 1, -1, -1):  # the parameter list is the last balanced pair of parentheses
         depth += (kernel[at] == ")") - (kernel[at] == "(")
         if kernel[at] == "(" and depth == 0:
             kernel = kernel[:at]
             break
-    return kernel.removeprefix("void ").replace("sgl_kernel_sm120::", "").replace("(anonymous namespace)::", "")
+    return re.sub(r"\b(?:\w+::)+", "", kernel.removeprefix("void ")).replace("> >", ">>")
 
 
 def parse_log(name: str, text: str) -> list[tuple]:
