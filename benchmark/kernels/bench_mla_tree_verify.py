@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from verify_bench import counters, inputs, probes, results, shapes, table, timing
-from verify_bench.arms import ARMS, Context, Unavailable
+from verify_bench.arms import ARMS, Context, Unavailable, lack_of_resources
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -129,8 +129,11 @@ def run_shape(shape: shapes.Shape, args: argparse.Namespace, context: Context, d
             )
         except (Unavailable, NotImplementedError) as e:
             reason = str(e)
-        except torch.OutOfMemoryError:
-            reason = "out of GPU memory"
+        except Exception as e:  # the other arms and shapes go on; the exit code tells
+            reason = lack_of_resources(e)
+            if reason is None:
+                right = False
+                reason = f"FAILED: {type(e).__name__}: {e}"
         else:
             data["rows"].append(results.row(name, shape, measured, error))
             continue

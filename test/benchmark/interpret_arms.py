@@ -14,7 +14,7 @@ from verify_bench.arms import ARMS, Context
 from verify_bench.shapes import parse_shape
 
 context = Context(native=Path("none"), sglang_kernels=Path(sys.argv[1]))
-for spec in ("prefix=70,q=9,h=8", "prefix=40+3,q=5,h=16,page=16"):
+for spec in ("prefix=40,q=9,h=2", "prefix=33+3,q=5,h=4,page=16"):
     shape = parse_shape(spec)
     problem = inputs.build(shape, layers=2, seed=5)
     # The interpreter's bf16 is wrong, so float32 throughout.

@@ -61,7 +61,7 @@ class Absent(Arm):
 
 def run(tmp_path, *args):
     out = tmp_path / "r.json"
-    code = bench.main([*CPU, "--out", str(out), *args])
+    code = bench.main([*CPU, "--commit", "test", "--out", str(out), *args])
     return code, results.load(out)
 
 
@@ -119,16 +119,32 @@ def test_reason_is_one_line(tmp_path, monkeypatch):
     )
 
 
-def test_out_of_memory_is_a_reason(tmp_path, monkeypatch):
-    class Hungry(Arm):
-        name, note = "hungry", "test"
+class OutOfResources(Exception):
+    """As Triton names it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), 0, "out of GPU memory"),
+        (
+            OutOfResources("out of resource: shared memory, Required: 120000\nmore"),
+            0,
+            "out of resource: shared memory, Required: 120000",
+        ),
+        (RuntimeError("CUDA error 700\nmore"), 1, "FAILED: RuntimeError: CUDA error 700"),
+    ],
+)
+def test_an_error_is_a_reason_and_the_others_go_on(tmp_path, monkeypatch, error, code, reason):
+    class Failing(Arm):
+        name, note = "failing", "test"
 
         def prepare(self, problem):
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error
 
-    monkeypatch.setitem(ARMS, "hungry", Hungry)
-    code, data = run(tmp_path, "--arms", "hungry", "ours", "--shape", "prefix=10")
-    assert code == 0 and data["not_available"][0]["reason"] == "out of GPU memory" and data["rows"][0]["arm"] == "ours"
+    monkeypatch.setitem(ARMS, "failing", Failing)
+    got, data = run(tmp_path, "--arms", "failing", "ours", "--shape", "prefix=10")
+    assert (got, data["not_available"][0]["reason"]) == (code, reason) and data["rows"][0]["arm"] == "ours"
 
 
 def test_check_only_times_nothing(tmp_path, capsys):

@@ -3,11 +3,9 @@
 // split, request), no tensor cores, the latent row read again by every query head. It is here to be
 // measured against, so it stays as simple as the idea:
 //
-//   partial:  grid (s_q * h_q, num_splits, b), four warps; warp w takes the split's tokens w, w+4,
-//   w+8, ...
-//             score = q . k by a shuffle sum over the lanes, online softmax in registers, value
-//             columns held per lane
-//   merge:    grid (s_q * h_q, b), one pass over the splits' fp32 partials
+//   partial  grid (s_q * h_q, num_splits, b), four warps: warp w takes tokens w, w + 4, ...
+//            score = q . k by a shuffle sum, online softmax, value columns held per lane
+//   merge    grid (s_q * h_q, b): one pass over the splits' fp32 partials
 //
 // VEC is the load width of the 512 latent columns in bf16 elements: 2 gives 32-bit loads, 8 gives
 // 128-bit loads; the 64 rope columns are one 32-bit load a lane. Nothing else differs between the
@@ -25,15 +23,14 @@ constexpr int kWarps = 4;
 constexpr float kLog2e = 1.4426950408889634f;
 
 struct Params {
-  const __nv_bfloat16* q;     // [b, s_q, h_q, 576]
-  const __nv_bfloat16* kv;    // [slots, 576]
-  const int* kv_indptr;       // [b + 1]
-  const int64_t* kv_indices;  // prefix slots, then the s_q draft slots of each request
-  const uint64_t*
-      mask_words;           // [b, s_q, words]: bit j % 64 of word j / 64 = draft key j is visible
-  float* partial_out;       // [b, num_splits, s_q * h_q, 512], not normalised
-  float2* partial_max_sum;  // [b, num_splits, s_q * h_q]: running max (log2 domain), sum
-  __nv_bfloat16* out;       // [b, s_q, h_q, 512]
+  const __nv_bfloat16* q;      // [b, s_q, h_q, 576]
+  const __nv_bfloat16* kv;     // [slots, 576]
+  const int* kv_indptr;        // [b + 1]
+  const int64_t* kv_indices;   // prefix slots, then the s_q draft slots of each request
+  const uint64_t* mask_words;  // [b, s_q, words]: bit j % 64 of word j / 64: draft key j is seen
+  float* partial_out;          // [b, num_splits, s_q * h_q, 512], not normalised
+  float2* partial_max_sum;     // [b, num_splits, s_q * h_q]: running max (log2 domain), sum
+  __nv_bfloat16* out;          // [b, s_q, h_q, 512]
   int s_q, h_q, words, num_splits;
   float scale_log2;
 };

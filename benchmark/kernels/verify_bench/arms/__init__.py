@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from . import flashinfer_mla, ladder, ours, sglang_triton
-from .base import Arm, Context, Prepared, Unavailable
+from .base import Arm, Context, Prepared, Unavailable, lack_of_resources
 
 ARMS: dict[str, type[Arm]] = {
     arm.name: arm
@@ -21,4 +21,4 @@ ARMS: dict[str, type[Arm]] = {
     )
 }
 
-__all__ = ["ARMS", "Arm", "Context", "Prepared", "Unavailable"]
+__all__ = ["ARMS", "Arm", "Context", "Prepared", "Unavailable", "lack_of_resources"]

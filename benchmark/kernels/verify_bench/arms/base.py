@@ -70,6 +70,15 @@ def load_native(context: Context, name: str) -> ctypes.CDLL:
         raise Unavailable(f"{path.name} does not load: {e}") from e
 
 
+def lack_of_resources(error: Exception) -> str | None:
+    """The reason, if the error says that the card has too little for this arm and not that the arm is broken."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of GPU memory"
+    if type(error).__name__ == "OutOfResources":  # Triton's, without importing Triton
+        return str(error).splitlines()[0]
+    return None
+
+
 def need_cuda(problem: Problem) -> None:
     if problem.device.type != "cuda":
         raise Unavailable("needs a CUDA device")
