@@ -5,6 +5,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <initializer_list>
 #include <sstream>
 #include <string>
@@ -98,13 +99,18 @@ inline void check_arch(const char* op, const char* name, const Tensor& t) {
   if (!aoti_torch_get_current_cuda_stream)
     torch_abi::fail(std::string(op) +
                     ": this torch has no CUDA support; install a CUDA build of torch");
+  static std::atomic<uint64_t> supported{0};  // one bit a device that passed
+  const uint64_t bit = t.device() < 64 ? uint64_t{1} << t.device() : 0;
+  if (supported.load(std::memory_order_relaxed) & bit) return;
   const int major = device_attribute(cudaDevAttrComputeCapabilityMajor, t.device());
   const int minor = device_attribute(cudaDevAttrComputeCapabilityMinor, t.device());
   std::istringstream archs(SGL_KERNEL_SM120_ARCHS);
-  for (std::string arch; archs >> arch;)
-    if (runs_on(arch, major, minor)) return;
-  reject(op, name, "a GPU of the architectures " SGL_KERNEL_SM120_ARCHS,
-         "sm_" + std::to_string(major * 10 + minor), "rebuild with SGL_KERNEL_SM120_ARCHS");
+  bool found = false;
+  for (std::string arch; archs >> arch;) found = found || runs_on(arch, major, minor);
+  if (!found)
+    reject(op, name, "a GPU of the architectures " SGL_KERNEL_SM120_ARCHS,
+           "sm_" + std::to_string(major * 10 + minor), "rebuild with SGL_KERNEL_SM120_ARCHS");
+  supported.fetch_or(bit, std::memory_order_relaxed);
 }
 
 inline void check_ndim(const char* op, const char* name, const Tensor& t, int64_t ndim,

@@ -54,7 +54,7 @@ def mla_tree_verify(
       page_size    a promise: every aligned group of page_size entries of a list is contiguous in slots and starts at a
                    multiple of page_size (the last group may be partial)
       sm_scale, logit_cap (0 = none), k_scale, v_scale are host numbers
-    Outputs and scratch, allocated here when None
+    Outputs and scratch, allocated here when None (inside torch.compile on CUDA give workspace and plan)
       out          dtype of q, [b, s_q, h_q, 512], contiguous
       lse          fp32 [b, s_q, h_q], natural logarithm; written only when given
       workspace    uint8, at least mla_tree_verify_workspace_bytes(b, s_q, h_q) bytes; need not be cleared
@@ -120,9 +120,13 @@ def _host_function(name):
     return function
 
 
-@functools.cache
 def _num_sms(device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return _num_sms_of(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _num_sms_of(index) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def _check(
