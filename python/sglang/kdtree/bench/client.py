@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import requests
-
 from sglang.kdtree.errors import KitError
 
 APIS = ("sglang", "completions", "chat")

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 import msgspec
-
 from sglang.kdtree.bench.client import Reply
 from sglang.kdtree.bench.text import distinct_ngrams, words
 from sglang.kdtree.errors import KitError
@@ -62,12 +61,14 @@ def measure(reply: Reply) -> Measurement:
         steps=steps,
         accept_length=decoded / steps,
         step_ms=[1000 * (after.at - before.at) for before, after in pairs],
-        step_tokens=[
-            after.completion_tokens - before.completion_tokens
-            for before, after in pairs
-        ]
-        if counted
-        else [],
+        step_tokens=(
+            [
+                after.completion_tokens - before.completion_tokens
+                for before, after in pairs
+            ]
+            if counted
+            else []
+        ),
         distinct_4grams=distinct_ngrams(items),
     )
 

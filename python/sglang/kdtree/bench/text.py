@@ -6,6 +6,7 @@ A prompt starts with a line that no other prompt has, so that no prefix of it ca
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import sysconfig
@@ -14,7 +15,6 @@ from importlib import metadata
 from pathlib import Path
 
 import msgspec
-
 from sglang.kdtree.errors import KitError
 
 KINDS = ("code", "prose", "phrase")
@@ -52,6 +52,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+@functools.cache
 def load_source(kind: str) -> Source:
     if kind == "phrase":
         return Source(kind=kind, text=PHRASE)

@@ -157,9 +157,11 @@ def kernel_shared_memory() -> Iterable[Finding]:
                 name=f"shared memory, GPU {index}",
                 status=status,
                 detail=f"{limit:,} B a block, the kernels ask for at most {KERNEL_SHARED_MEMORY:,}",
-                remedy=""
-                if status == OK
-                else "This GPU is too small for the kernels: --attention-backend triton.",
+                remedy=(
+                    ""
+                    if status == OK
+                    else "This GPU is too small for the kernels: --attention-backend triton."
+                ),
             )
         )
     return findings
@@ -241,9 +243,11 @@ def allocator(environ: Mapping[str, str], gpus: int) -> Iterable[Finding]:
             name="allocator",
             status=WARN if gpus else OK,
             detail=f"PYTORCH_CUDA_ALLOC_CONF is {value or 'unset'}",
-            remedy="export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (fragments cost gigabytes near the limit)."
-            if gpus
-            else "",
+            remedy=(
+                "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (fragments cost gigabytes near the limit)."
+                if gpus
+                else ""
+            ),
         )
     ]
 

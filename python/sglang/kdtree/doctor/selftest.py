@@ -15,9 +15,8 @@ def tree_core() -> Iterable[Finding]:
     paths are a (-1), b (-2), ac (-2), bc (-3); the shorter path wins the tie. Breadth first the
     nodes are root, a, b, ac, and the fifth is bc.
     """
-    import torch
-
     import sgl_kernel_sm120 as kernels
+    import torch
 
     ids = torch.tensor([[[11, 12], [21, 22]]])
     log_probs = torch.tensor([[[-1.0, -2.0], [-1.0, -3.0]]])
@@ -59,9 +58,8 @@ def _broken(got: str) -> Finding:
 
 def verify_op() -> Iterable[Finding]:
     """All scores equal: the output is the mean of the values a row may see, which is exact."""
-    import torch
-
     import sgl_kernel_sm120 as kernels
+    import torch
 
     visible = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.uint8)
     kv = torch.zeros(8, 576, dtype=torch.bfloat16)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 
 import msgspec
-
 from sglang.kdtree.errors import KitError
 
 

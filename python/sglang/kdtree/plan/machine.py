@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 
 import msgspec
-
 from sglang.kdtree.errors import KitError
 
 MIB = 1 << 20

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 
 import msgspec
-
 from sglang.kdtree.errors import KitError
 from sglang.kdtree.model_shape import DrafterShape, TargetShape
 from sglang.kdtree.plan import buffers, kv_pool, machine, weights

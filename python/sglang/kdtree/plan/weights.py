@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import msgspec
-
 from sglang.kdtree.model_shape import DrafterShape, TargetShape
 
 BF16_BITS = 16

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
 from sglang.kdtree.bench.client import Reply, add_server_arguments, client_from
 from sglang.kdtree.bench.longctx import PromptMaker, parse_contexts
 from sglang.kdtree.bench.measure import measure
@@ -107,10 +106,11 @@ def run(
     else:
         samples, reply = sample_request(nvml, gpus, args, console, clock)
         phases = split_phases(samples, reply)
-    if not any(phases.values()):
+    main_phase = "watch" if args.watch else "decode"
+    if not phases[main_phase]:
         raise KitError(
             what="samples",
-            expected="at least one",
+            expected=f"at least one during {main_phase}",
             got="none",
             remedy="Lower --interval or ask for more --output-tokens.",
         )
@@ -126,10 +126,8 @@ def run(
         write_csv(args.csv, samples)
     if args.plot:
         plot(samples, args.plot)
-    decode_regime = data["phases"].get("decode", data["phases"].get("watch"))["regime"][
-        "name"
-    ]
-    finding = decode_regime in ("latency-bound", "host-bound")
+    regime = data["phases"][main_phase]["regime"]["name"]
+    finding = regime in ("latency-bound", "host-bound")
     return Result(
         verb="probe-gpu", data=data, exit_code=EXIT_FINDING if finding else EXIT_OK
     )

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-
 from sglang.kdtree.bench.client import Client, add_server_arguments, client_from
 from sglang.kdtree.bench.longctx import PromptMaker
 from sglang.kdtree.bench.text import load_source
@@ -148,9 +147,9 @@ def run(args: argparse.Namespace, console: Any) -> Result:
         "scenarios": [
             msgspec.to_builtins(c)
             | {
-                "relative_time": c.time_per_step / base.time_per_step
-                if base.time_per_step
-                else None,
+                "relative_time": (
+                    c.time_per_step / base.time_per_step if base.time_per_step else None
+                ),
                 "lost_us_per_step": moe_model.time_lost_us(c, expert_us=expert_us),
             }
             for c in costs

@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-
 from sglang.kdtree.errors import KitError
 from sglang.kdtree.optional import require
 
@@ -62,7 +61,7 @@ def _from_npz(path: Path, *, experts: int | None) -> Counts:
     try:
         with np.load(path) as archive:
             ids = archive["topk_ids"]
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise _unreadable(path, str(error)) from error
     if ids.ndim != 4 or not np.issubdtype(ids.dtype, np.integer):
         raise _unreadable(path, f"topk_ids of shape {ids.shape} and type {ids.dtype}")

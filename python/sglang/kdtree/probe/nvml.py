@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-
 from sglang.kdtree.errors import KitError
 from sglang.kdtree.optional import require
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
 from sglang.kdtree.errors import KitError
 from sglang.kdtree.optional import require
 
@@ -136,13 +135,15 @@ def recompute(r: Reproducer) -> Any:
         torch.tensor([0, n], dtype=torch.int64),
         torch.arange(n, dtype=torch.int64),
         sm_scale=r.sm_scale,
-        tree_mask=None
-        if mask is None
-        else (mask if r.mask_layout == "FULL" else mask[None]),
+        tree_mask=(
+            None if mask is None else (mask if r.mask_layout == "FULL" else mask[None])
+        ),
         mask_layout=layout,
-        mask_indptr=torch.tensor([0, r.s_q * n], dtype=torch.int64)
-        if r.mask_layout == "FULL"
-        else None,
+        mask_indptr=(
+            torch.tensor([0, r.s_q * n], dtype=torch.int64)
+            if r.mask_layout == "FULL"
+            else None
+        ),
         logit_cap=r.logit_cap,
         k_scale=r.k_scale,
         v_scale=r.v_scale,

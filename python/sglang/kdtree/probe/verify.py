@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
 from sglang.kdtree.bench.client import Client, add_server_arguments, client_from
 from sglang.kdtree.bench.longctx import PromptMaker, parse_contexts
 from sglang.kdtree.bench.text import load_source
@@ -152,9 +151,11 @@ def deviation(out: Any, reference: Any) -> Deviation:
     norm = reference.norm()
     return Deviation(
         max_abs=float(difference.max()),
-        relative=float(difference.norm() / norm)
-        if norm > 0
-        else float(difference.max()),
+        relative=(
+            float(difference.double().norm() / norm)
+            if norm > 0
+            else float(difference.max())
+        ),
         rows_over_ulp=int(over.any(dim=-1).sum()),
         finite=finite,
     )

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A way to call the command line that checks every JSON document against its schema, and a scripted server."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+from kit.scripted import ScriptedServer
+from sglang.kdtree.cli import main
+from sglang.kdtree.schemas import SCHEMAS
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture
+def data():
+    return DATA
+
+
+@pytest.fixture
+def cli(capsys):
+    """cli("plan", ...) -> (exit code, JSON document); the document is valid by the verb's schema."""
+
+    def call(*arguments):
+        code = main([*map(str, arguments), "--json"])
+        document = json.loads(capsys.readouterr().out)
+        verb = document["schema"].split("/")[1]
+        jsonschema.validate(document, SCHEMAS[verb])
+        assert document["exit_code"] == code
+        return code, document
+
+    return call
+
+
+@pytest.fixture
+def cli_error(cli):
+    """The same for a call that must fail: the error, with every part of it filled in."""
+
+    def call(*arguments):
+        code, document = cli(*arguments)
+        assert code == 2 and document["schema"] == "sglang.kdtree/error/1"
+        error = document["error"]
+        assert all(error.values()), error
+        return error
+
+    return call
+
+
+@pytest.fixture
+def scripted():
+    server = ScriptedServer()
+    server.pages |= {
+        "/v1/models": (200, {"data": [{"id": "tiny", "max_model_len": 4096}]}),
+        "/model_info": (200, {"model_path": "tiny"}),
+        "/server_info": (
+            200,
+            {
+                "version": "0.5.23",
+                "speculative_algorithm": "DDTREE",
+                "speculative_num_draft_tokens": 9,
+                "attention_backend": "kdtree_sm120",
+                "page_size": 1,
+                "kdtree_verify": "on",
+            },
+        ),
+    }
+    yield server
+    server.close()

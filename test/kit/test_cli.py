@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds for every verb: schemas, exit codes, error reports, missing packages, text output."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+from sglang.kdtree import schemas
+from sglang.kdtree.cli import VERBS, build_parser, main
+from sglang.kdtree.errors import KitError
+from sglang.kdtree.optional import PIP_NAME, require
+from sglang.kdtree.result import read_json, require_schema, write_json
+
+
+def verb_names():
+    return ["-".join(path) for path in VERBS]
+
+
+@pytest.mark.parametrize("name", verb_names())
+def test_every_verb_has_a_valid_schema(name):
+    jsonschema.Draft202012Validator.check_schema(schemas.SCHEMAS[name])
+
+
+def test_every_verb_takes_json_and_output():
+    for path in VERBS:
+        needed = {"plan": ["--model", "x"], "compare": ["a", "b"], "schema": ["plan"]}.get(path[-1], [])
+        args = build_parser().parse_args([*path, *needed, "--json", "--output", "f"])
+        assert args.json is True and args.output == Path("f")
+
+
+def test_schemas_are_strict():
+    """A key too many or too few is refused, so that the documented form is the real one."""
+    good = {"schema": "sglang.kdtree/doctor/1", "exit_code": 0, "counts": {"OK": 0, "WARN": 0, "FAIL": 0}, "checks": []}
+    jsonschema.validate(good, schemas.SCHEMAS["doctor"])
+    for bad in (good | {"more": 1}, {k: v for k, v in good.items() if k != "checks"}, good | {"exit_code": 7}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(bad, schemas.SCHEMAS["doctor"])
+
+
+def test_schema_verb(capsys):
+    assert main(["schema", "plan"]) == 0
+    assert json.loads(capsys.readouterr().out) == schemas.SCHEMAS["plan"]
+
+
+def test_an_error_in_words(capsys):
+    assert main(["plan", "--model", "/nowhere/config.json"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    for word in ("error:", "expected:", "got:", "remedy:"):
+        assert word in captured.err
+
+
+def test_an_output_that_cannot_be_written(capsys, data, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert (
+        main(
+            [
+                "plan",
+                "--model",
+                str(data / "deepseek_v3.json"),
+                "--context",
+                "1000",
+                "--output",
+                str(tmp_path / "file" / "x"),
+            ]
+        )
+        == 2
+    )
+    assert "--output" in capsys.readouterr().err
+
+
+def test_usage_errors_are_exit_code_2(capsys):
+    for arguments in ([], ["bench"], ["probe", "nothing"], ["plan"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", sorted(PIP_NAME))
+def test_a_missing_package_is_named_as_pip_knows_it(module, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(KitError) as caught:
+        require(module, needed_for="this")
+    assert caught.value.remedy == f"Run: python -m pip install {PIP_NAME[module]}"
+
+
+def test_without_rich_there_is_still_a_message(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert main(["doctor"]) == 2
+    assert "pip install rich" in capsys.readouterr().err
+
+
+def test_files_are_replaced_in_one_step(tmp_path):
+    path = tmp_path / "a" / "b.json"
+    write_json(path, {"x": 1})
+    write_json(path, {"x": 2})
+    assert read_json(path, argument="x") == {"x": 2}
+    assert [p.name for p in path.parent.iterdir()] == ["b.json"]
+
+
+def test_nan_never_reaches_a_document(tmp_path):
+    with pytest.raises(ValueError):
+        write_json(tmp_path / "x.json", {"x": float("nan")})
+
+
+@pytest.mark.parametrize("document", [[], {}, {"schema": "sglang.kdtree/plan/2"}])
+def test_a_document_of_another_kind_is_refused(document):
+    with pytest.raises(KitError, match="sglang.kdtree plan --output"):
+        require_schema(document, verb="plan", source="x")
+
+
+def test_the_module_runs():
+    """python -m sglang.kdtree, as an operator types it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang.kdtree", "--help"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "doctor" in done.stdout and "Exit codes" in done.stdout
