@@ -162,9 +162,7 @@ def best_first_paths(log_probs: list[list[float]], count: int) -> list[tuple[flo
 class StepCounter:
     """Verify steps of one answer for the chain and for any tree size."""
 
-    def __init__(
-        self, target: Target, drafter: Drafter, answer: Continuation, contract: Contract = Contract()
-    ) -> None:
+    def __init__(self, target: Target, drafter: Drafter, answer: Continuation, contract: Contract = Contract()) -> None:
         self.tokens = answer.tokens
         first = len(answer.prompt)
         # Any generated token but the last can become a root.

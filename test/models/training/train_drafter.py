@@ -153,8 +153,7 @@ def make_pools(target: Target, data_dir: Path, log: Log, scale: float = 1.0, wit
         return tuple(Round(max(2, int(r.rows * scale)), r.prompt, r.length, r.greedy, r.tiled) for r in rounds)
 
     stream, held_out = (
-        torch.from_numpy(np.load(data_dir / f"{name}.npy").astype(np.int32)).to(device)
-        for name in ("train", "heldout")
+        torch.from_numpy(np.load(data_dir / f"{name}.npy").astype(np.int32)).to(device) for name in ("train", "heldout")
     )
     held_rounds = {
         "text T=0": (Round(512, 256, 384, 1.0),),
@@ -217,12 +216,16 @@ def train(
             loss, accepted = (run.sums / since).tolist()
             run.sums.zero_()
             since = 0
-            log(f"drafter step {box.steps} ({box.elapsed():.1f} s) loss {loss:.3f} accepted {accepted:.3f} | held-out: "
-                f"{judge(run, pools, rows)}")
+            log(
+                f"drafter step {box.steps} ({box.elapsed():.1f} s) loss {loss:.3f} accepted {accepted:.3f} | held-out: "
+                f"{judge(run, pools, rows)}"
+            )
     elapsed = box.elapsed()
     save_drafter(run.drafter, out_dir)
-    log(f"drafter done: {box.steps} steps x {rows} rows x {anchors} blocks, {elapsed:.1f} s; held-out: "
-        f"{judge(run, pools, rows)}")
+    log(
+        f"drafter done: {box.steps} steps x {rows} rows x {anchors} blocks, {elapsed:.1f} s; held-out: "
+        f"{judge(run, pools, rows)}"
+    )
     return run.drafter
 
 

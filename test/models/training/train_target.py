@@ -205,9 +205,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.05)
     parser.add_argument("--compile", action="store_true", help="compile the loss (worth it for long runs)")
     args = parser.parse_args()
-    train(
-        args.data, args.out, args.seconds, max_steps=args.max_steps, dropout=args.dropout, compiled=args.compile
-    )
+    train(args.data, args.out, args.seconds, max_steps=args.max_steps, dropout=args.dropout, compiled=args.compile)
 
 
 if __name__ == "__main__":
