@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 STEP_CALLS = 61  # layers of the model the shapes come from: what is done once a step is shared by that many calls
-GRAPH_MS = 60.0  # a graph of a slow arm holds fewer calls, so that one replay takes about this long
+GRAPH_MS = 30.0  # a graph of a slow arm holds fewer calls, so that one replay takes about this long
 MIN_REPLAYS, MAX_REPLAYS = 5, 40
 
 
