@@ -7,6 +7,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 from kit.scripted import ScriptedServer
+
 from sglang.kdtree.cli import main
 from sglang.kdtree.schemas import SCHEMAS
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from kit.scripted import sglang_stream
+
 from sglang.kdtree.bench import compare, text
 from sglang.kdtree.bench.client import Client, Event, Reply, absorb, request_body
 from sglang.kdtree.bench.longctx import findings, parse_contexts
@@ -275,7 +276,8 @@ class TestCompare:
             "schema": "sglang.kdtree/bench-longctx/1",
             "label": changes.pop("label", ""),
             "server": dict.fromkeys(
-                ["model", "engine", "version", "attention_backend", "speculative_algorithm", "num_draft_tokens", "page_size"], "x"
+                ["model", "engine", "version", "attention_backend", "speculative_algorithm", "num_draft_tokens",
+                 "page_size"], "x",
             ) | changes,
             "settings": {"output_tokens": 8, "repeats": 1, "temperature": 0.0, "seed": 0, "texts": ["prose"]},
             "rows": [

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+
 from sglang.kdtree import schemas
 from sglang.kdtree.cli import VERBS, build_parser, main
 from sglang.kdtree.errors import KitError

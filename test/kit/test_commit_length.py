@@ -3,6 +3,7 @@
 
 import pytest
 from kit.scripted import sglang_stream
+
 from sglang.kdtree.bench.client import Event, Reply
 from sglang.kdtree.bench.text import PHRASE
 from sglang.kdtree.probe.commit_length import Point, judge, phrase_share, point_from

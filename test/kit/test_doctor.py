@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from kit.test_gpu import FakeNvml
+
 from sglang.kdtree.doctor import install, machine, selftest
 from sglang.kdtree.doctor.check import FAIL, OK, WARN, Finding, run_checks
 from sglang.kdtree.probe.nvml import Nvml, no_nvml

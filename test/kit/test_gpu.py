@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 from kit.scripted import sglang_stream
 from rich.console import Console
+
 from sglang.kdtree.bench.client import Event, Reply
 from sglang.kdtree.errors import KitError
 from sglang.kdtree.probe import gpu
@@ -73,7 +74,8 @@ class FakeNvml(SimpleNamespace):
 def sample(at, sm, memory, power, limit=600.0, index=0, **other):
     values = dict(
         at_s=at, gpu=index, sm_pct=sm, memory_pct=memory, power_w=power, power_limit_w=limit, sm_clock_mhz=2_400,
-        memory_clock_mhz=14_000, pcie_rx_mb_s=None, pcie_tx_mb_s=None, nvlink_rx_kib=None, nvlink_tx_kib=None, used_gb=90.0,
+        memory_clock_mhz=14_000, pcie_rx_mb_s=None, pcie_tx_mb_s=None, nvlink_rx_kib=None, nvlink_tx_kib=None,
+        used_gb=90.0,
     )  # fmt: skip
     return Sample(**(values | other))
 
@@ -103,9 +105,11 @@ class TestRegime:
     def test_nvlink_rate_is_the_difference_of_counters(self):
         """1,000,000 KiB in 2 s on one GPU and 500,000 KiB in 2 s on the other."""
         samples = [
-            sample(0.0, 99, 1, 130.0, nvlink_rx_kib=5_000_000), sample(0.0, 99, 1, 130.0, index=1, nvlink_rx_kib=7),
-            sample(2.0, 99, 1, 130.0, nvlink_rx_kib=6_000_000), sample(2.0, 99, 1, 130.0, index=1, nvlink_rx_kib=500_007),
-        ]  # fmt: skip
+            sample(0.0, 99, 1, 130.0, nvlink_rx_kib=5_000_000),
+            sample(0.0, 99, 1, 130.0, nvlink_rx_kib=7, index=1),
+            sample(2.0, 99, 1, 130.0, nvlink_rx_kib=6_000_000),
+            sample(2.0, 99, 1, 130.0, nvlink_rx_kib=500_007, index=1),
+        ]
         assert means(samples).nvlink_rx_mb_s == pytest.approx(1_500_000 * 1024 / 2 / 1e6)
 
     def test_effective_bandwidth_of_the_case_study(self):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from kit.scripted import sglang_stream
+
 from sglang.kdtree.errors import KitError
 from sglang.kdtree.probe import moe_model, moe_trace
 from sglang.kdtree.probe.moe import worst_layers
@@ -125,9 +126,13 @@ class TestRecordings:
         mapping = torch.arange(8)[None]
         for rank in (0, 1):
             records = [
-                {"forward_pass_id": 11 - step, "rank": rank, "global_physical_count": torch.from_numpy(counts[1 - step]) * (rank == step)}
+                {
+                    "forward_pass_id": 11 - step,
+                    "rank": rank,
+                    "global_physical_count": torch.from_numpy(counts[1 - step]) * (rank == step),
+                }
                 for step in (0, 1)
-            ]  # fmt: skip
+            ]
             torch.save({"records": records, "last_physical_to_logical_map": mapping}, tmp_path / f"r{rank}.pt")
         got = moe_trace.load_counts(tmp_path, experts=None)
         assert got.tokens.tolist() == counts.tolist()
@@ -193,7 +198,8 @@ class TestVerb:
         scripted.pages["/generate"] = (200, sglang_stream([1, 2, 3], prompt_tokens=9))
         scripted.pages["/tokenize"] = (200, lambda body: {"count": len(body["prompt"].split())})
         code, document = cli(
-            "probe", "moe", "--url", scripted.url, "--record-dir", tmp_path, "--ranks", 4, "--redundant", "", "--batches", "2"
+            "probe", "moe", "--url", scripted.url, "--record-dir", tmp_path, "--ranks", 4,
+            "--redundant", "", "--batches", "2",
         )  # fmt: skip
         assert code == 1 and document["steps"] == 2 and document["scenarios"][0]["time_per_step"] == 1.5
         paths = [path for path, _ in scripted.requests]

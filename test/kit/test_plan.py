@@ -5,6 +5,7 @@ import json
 
 import msgspec
 import pytest
+
 from sglang.kdtree.errors import KitError
 from sglang.kdtree.model_shape import load_drafter, load_target, target_shape
 from sglang.kdtree.plan import buffers, calibrate, kv_pool, machine, weights
@@ -96,7 +97,7 @@ class TestKvPool:
             for name, accounting in kv_pool.ACCOUNTING.items()
         }
         # One of 8 KV heads, K and V of 128, 6 layers; or 6 / 61 of the target's bytes.
-        assert cells == {"0.5.23": 2 * 128 * 6 * 2, "layer-scaled": 6_912}
+        assert cells == {"own-geometry": 2 * 128 * 6 * 2, "layer-scaled": 6_912}
 
     def test_heads_are_not_divided_below_one(self, k26, drafter):
         cell = kv_pool.drafter_cell_bytes(
@@ -105,7 +106,7 @@ class TestKvPool:
             target_cell=70_272,
             attention_tp=16,
             kv_dtype="bf16",
-            accounting=kv_pool.ACCOUNTING["0.5.23"],
+            accounting=kv_pool.ACCOUNTING["own-geometry"],
         )
         assert cell == 3_072
 
@@ -306,7 +307,7 @@ def test_a_calibration_does_not_survive_a_change_of_its_machine(k26, drafter):
     wish = Wish(
         target=k26, drafter=drafter, gpu=machine.KNOWN_GPUS["rtx-pro-6000"], gpus=8, attention_dp=1,
         redundant_experts=0, context=200_000, concurrency=2, max_requests=8, chunk=4096, tree_size=9, page_size=1,
-        kv_dtype="bf16", backend="kdtree_sm120", accounting=kv_pool.ACCOUNTING["0.5.23"], reserved_bytes=0,
+        kv_dtype="bf16", backend="kdtree_sm120", accounting=kv_pool.ACCOUNTING["own-geometry"], reserved_bytes=0,
     )  # fmt: skip
     offered = {label for label, _, _ in nearest_wishes(wish)}
     calibrated = msgspec.structs.replace(

@@ -5,6 +5,7 @@ import pytest
 import torch
 from kit.scripted import sglang_stream
 from safetensors.torch import save_file
+
 from sglang.kdtree.probe import verify
 from sglang.kdtree.probe.reproducer import FORMAT, load_reproducer, recompute
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-# SGLang reserves this much per request of the largest captured batch (memory_hook.py, 0.5.23).
+# SGLang reserves this much per request of the largest captured batch (arg_groups/memory_hook.py).
 GRAPH_BYTES_PER_REQUEST = 2 << 20
 # Peak of a prefill chunk, per token. Calibrated, not derived: on the case study's machine chunks
 # of 4096 tokens ran with --mem-fraction-static 0.93 and ran out of memory with 0.94, which leaves

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV bytes per token and the size of the KV pool, as SGLang 0.5.23 computes them.
+"""KV bytes per token and the size of the KV pool, as the pinned SGLang computes them.
 
 tokens = floor((P * f - R) / c), then down to a whole page, where
   P  free GPU memory before the weights are loaded (the least of all ranks),
@@ -28,8 +28,8 @@ class Accounting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ACCOUNTING = {
-    "0.5.23": Accounting(
-        name="0.5.23", drafter_kv_by_layers=False, drafter_weights_in_slack=False
+    "own-geometry": Accounting(
+        name="own-geometry", drafter_kv_by_layers=False, drafter_weights_in_slack=False
     ),
     "layer-scaled": Accounting(
         name="layer-scaled", drafter_kv_by_layers=True, drafter_weights_in_slack=True

@@ -121,8 +121,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--accounting",
         choices=list(kv_pool.ACCOUNTING),
-        default="0.5.23",
-        help="how the drafter is charged: 0.5.23 as in this fork, layer-scaled as in releases that size its KV by layer count and load it afterwards (default: %(default)s)",
+        default="own-geometry",
+        help="how the drafter is charged: own-geometry as in this fork, layer-scaled as in releases that size its KV by layer count and load it afterwards (default: %(default)s)",
     )
     add(
         "--reserved",
@@ -336,7 +336,7 @@ def assumptions(wish: Wish, static: Static) -> list[dict[str, str]]:
             "driver context, libraries, collectives; on several GPUs fitted to the case study's two pools",
         ),
         (
-            f"drafter charged as by SGLang {wish.accounting.name}",
+            f"drafter charged by {wish.accounting.name}",
             "assumed",
             "its own KV geometry and weights before the pool is sized, or by layer count and after it (--accounting)",
         ),
