@@ -60,7 +60,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         default=BUILD / "sglang_kernels",
         help="upstream's kernel files, where sglang is not installed",
     )
-    parser.add_argument("--budget-ms", type=float, default=250.0, help="timing budget an arm and shape")
+    parser.add_argument("--budget-ms", type=float, default=150.0, help="timing budget an arm and shape")
     parser.add_argument("--layers", type=int, help="KV pools to rotate over (default: four times L2)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
