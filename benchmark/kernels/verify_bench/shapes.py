@@ -95,7 +95,7 @@ def _groups() -> dict[str, list[Shape]]:
 
 
 GROUPS = _groups()
-DEFAULT_GROUPS = ("context", "tree", "heads", "batch", "fp8", "pages")
+DEFAULT_GROUPS = ("context", "fp8", "tree", "batch", "pages", "heads")
 
 
 def select(groups: list[str], specs: list[str]) -> list[Shape]:
