@@ -78,16 +78,15 @@ class KDTreeVerifyBackend(TorchReferenceAttnBackend):
             self.step = self.plan_step(forward_batch)
 
     def plan_step(self, forward_batch: ForwardBatch) -> VerifyStep:
-        spec_info = forward_batch.spec_info
-        num_tokens = int(spec_info.draft_token_num)
-        batch_size = forward_batch.batch_size
+        prefix_lens = forward_batch.seq_lens
+        num_tokens = int(forward_batch.spec_info.draft_token_num)
         return self.verifier.plan_step(
             req_pool_indices=forward_batch.req_pool_indices,
-            prefix_lens=forward_batch.seq_lens,
+            prefix_lens=prefix_lens,
             num_tokens=num_tokens,
-            # On the host by now: seq_lens_cpu counts the draft tokens as well.
-            max_indices=int(forward_batch.seq_lens_cpu.sum()),
-            tree_mask=verify_mask_of(spec_info, batch_size),
+            # Free on a CPU. A device form takes the host's bound.
+            max_indices=int((prefix_lens + num_tokens).sum()),
+            tree_mask=verify_mask_of(forward_batch.spec_info, prefix_lens.numel()),
         )
 
     def forward_extend(

@@ -171,7 +171,7 @@ def attend(
 ) -> torch.Tensor:
     """q [n, h, d], k [m, h_kv, d], v [m, h_kv, d_v], visible [n, m] -> [n, h, d_v].
 
-    A row that sees no key gives 0. Hidden keys cannot spoil a row, NaN included.
+    A row that sees no key gives 0. A key that no row sees has no effect, NaN included.
     """
     n, num_heads, head_dim = q.shape
     m, num_kv_heads, _ = k.shape

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kdtree_sm120 on a CPU: trees verified over prefix and draft slots, modes, refusals.
+
+The three bugs that integrators of tree verification met are tests of their own here.
+"""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import sgl_kernel_sm120
+import torch
+from sglang.srt.layers.attention import kdtree_backend, kdtree_verify
+from sglang.srt.layers.attention.kdtree_backend import KDTreeVerifyBackend
+from sglang.srt.layers.attention.kdtree_metadata import full_mask, full_mask_indptr
+from sglang.srt.layers.attention.kdtree_verify import VerifyErrors
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.ddtree_info import DDTreeVerifyInput
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from srt.attention_naive import Pool, make_layer, naive_attention
+
+ROWS, PREFIXES, NUM_HEADS = [3, 1], [17, 2], 2
+# Node 0 has the children 1 and 2, node 1 the child 3: two siblings that must not see each other.
+TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], dtype=torch.bool)
+N = len(TREE)
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    """The published configuration that the backend reads."""
+    kernel = SimpleNamespace(
+        kdtree_verify="on", attention_backend="kdtree_sm120", prefill_attention_backend=None,
+        decode_attention_backend=None,
+    )  # fmt: skip
+    values = SimpleNamespace(
+        kernel=kernel,
+        schedule=SimpleNamespace(page_size=1),
+        spec=SimpleNamespace(
+            speculative_num_draft_tokens=N, speculative_algorithm="DDTREE", speculative_attention_mode="prefill"
+        ),
+        backends=("kdtree_sm120", "kdtree_sm120"),
+    )
+    monkeypatch.setattr(kdtree_backend, "get_exec", lambda: SimpleNamespace(kernel=values.kernel))
+    monkeypatch.setattr(kdtree_backend, "get_schedule", lambda: values.schedule)
+    monkeypatch.setattr(kdtree_backend, "get_spec", lambda: values.spec)
+    monkeypatch.setattr(kdtree_backend, "attention_backends", lambda: values.backends)
+    return values
+
+
+def make_case(seed=0, page_size=1):
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.zeros(5, 64, dtype=torch.int32)
+    pages = torch.randperm(200 // page_size - 1, generator=generator)[: len(ROWS) * 64 // page_size] + 1
+    slots = (pages[:, None] * page_size + torch.arange(page_size)).view(len(ROWS), 64)
+    table[ROWS] = slots.int()
+    pool = Pool(200 + page_size, 1, 576, 512, mla=True)
+    for row, prefix in zip(ROWS, PREFIXES, strict=True):
+        pool.keys[table[row, :prefix].long()] = torch.randn(prefix, 1, 576, generator=generator)
+    total = len(ROWS) * N
+    write = [table[row, p : p + N] for row, p in zip(ROWS, PREFIXES, strict=True)]
+    return SimpleNamespace(
+        table=table, pool=pool, layer=make_layer(NUM_HEADS, 1, 576, 512), out_cache_loc=torch.cat(write).long(),
+        q=torch.randn(total, NUM_HEADS * 576, generator=generator), k=torch.randn(total, 1, 576, generator=generator),
+        runner=SimpleNamespace(
+            req_to_token_pool=SimpleNamespace(req_to_token=table), token_to_kv_pool=pool, device="cpu"
+        ),
+    )  # fmt: skip
+
+
+def verify(case, mask=TREE, *, backend=None):
+    """One TARGET_VERIFY forward; mask None is a DFLASH chain."""
+    common = dict(draft_token=torch.empty(0), positions=torch.empty(0), draft_token_num=N)
+    if mask is None:
+        spec_info = DFlashVerifyInput(**common)
+    else:
+        spec_info = DDTreeVerifyInput(**common, custom_mask=mask.expand(len(ROWS), N, N).flatten())
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.TARGET_VERIFY, batch_size=len(ROWS), req_pool_indices=torch.tensor(ROWS),
+        seq_lens=torch.tensor(PREFIXES), spec_info=spec_info, out_cache_loc=case.out_cache_loc,
+        out_cache_loc_is_physical=True,
+    )  # fmt: skip
+    backend = backend or KDTreeVerifyBackend(case.runner)
+    backend.init_forward_metadata(batch)
+    return backend.forward(case.q, case.k, case.k[..., :512], case.layer, batch)
+
+
+def naive(case, mask=TREE):
+    parts = []
+    for request, (row, prefix) in enumerate(zip(ROWS, PREFIXES, strict=True)):
+        keys = case.pool.keys[case.table[row, : prefix + N].long()]
+        q = case.q[request * N : (request + 1) * N].view(N, NUM_HEADS, 576)
+        parts.append(
+            naive_attention(
+                q, keys, keys[..., :512], lambda i, j, p=prefix: j < p or bool(mask[i, j - p]),
+                scaling=case.layer.scaling,
+            ).flatten(1)
+        )  # fmt: skip
+    return torch.cat(parts)
+
+
+def close(out, reference):
+    torch.testing.assert_close(out.double(), reference.double(), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("mode", ["off", "validate", "on"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_every_mode_gives_the_tree_attention(settings, mode, page_size):
+    settings.kernel.kdtree_verify, settings.schedule.page_size = mode, page_size
+    case = make_case(page_size=page_size)
+    close(verify(case), naive(case))
+
+
+def test_a_chain_needs_no_mask(settings):
+    case = make_case()
+    close(verify(case, None), naive(case, torch.ones(N, N).tril()))
+
+
+def test_on_runs_the_kernel_and_off_does_not(settings, monkeypatch):
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(kwargs["mask_layout"])
+        return sgl_kernel_sm120.mla_tree_verify(*args, **kwargs)
+
+    monkeypatch.setattr(kdtree_verify, "mla_tree_verify", counted)
+    verify(make_case())
+    assert calls == [sgl_kernel_sm120.MaskLayout.QLEN]
+    settings.kernel.kdtree_verify = "off"
+    verify(make_case())
+    assert len(calls) == 1
+
+
+def test_decode_and_extend_are_the_stock_backend(settings):
+    """Only TARGET_VERIFY is planned; a step left over from it must not catch the next forward."""
+    case = make_case()
+    backend = KDTreeVerifyBackend(case.runner)
+    verify(case, backend=backend)
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.DECODE, batch_size=2, req_pool_indices=torch.tensor(ROWS),
+        seq_lens=torch.tensor(PREFIXES) + 1, spec_info=None, out_cache_loc=case.out_cache_loc[::N],
+        out_cache_loc_is_physical=True,
+    )  # fmt: skip
+    backend.init_forward_metadata(batch)
+    out = backend.forward(case.q[::N], case.k[::N], case.k[::N, :, :512], case.layer, batch)
+    assert backend.step is None
+    close(out, naive(case)[::N])  # the root is where a decode step would be
+
+
+# The case study's bugs.
+
+
+def test_draft_slots_are_attended(settings):
+    """Bug 1: a list of prefix slots alone. The root's own KV then has no effect on any row."""
+    case = make_case()
+    before = verify(case)
+    case.k = case.k.clone()
+    case.k[0] += 1.0  # the root of the first request
+    after = verify(case)
+    assert not torch.isclose(before[:N], after[:N]).all(dim=1).any()
+    assert torch.equal(before[N:], after[N:])
+
+
+def test_a_sibling_is_not_attended(settings):
+    case = make_case()
+    before = verify(case)
+    case.k = case.k.clone()
+    case.k[1] += 1.0  # node 1 of the first request: seen by itself and by node 3
+    changed = ~torch.isclose(before, verify(case)).all(dim=1)
+    assert changed.tolist() == [False, True, False, True] + [False] * N
+
+
+@pytest.mark.parametrize("stride_of_prefix_alone", [False, True])
+def test_full_mask_rows_are_prefix_plus_draft_apart(stride_of_prefix_alone):
+    """Bug 2: the same mask, laid out with rows only `prefix` apart, is another mask."""
+    case = make_case()
+    case.pool.set_kv_buffer(case.layer, SimpleNamespace(loc=case.out_cache_loc), case.k, None)
+    prefixes, visible = torch.tensor(PREFIXES), TREE.expand(len(ROWS), N, N)
+    cells = N * (sum(PREFIXES) + len(ROWS) * N)
+    mask = full_mask(visible, prefixes, cells)
+    indptr = full_mask_indptr(prefixes, N)
+    if stride_of_prefix_alone:
+        blocks = []
+        for prefix in PREFIXES:
+            rows = torch.ones(N, prefix + N, dtype=torch.bool)
+            rows[:, prefix:] = TREE
+            wrong = torch.zeros(N * (prefix + N), dtype=torch.bool)
+            for i in range(N):
+                wrong[i * prefix : i * prefix + prefix + N] = rows[i]
+            blocks.append(wrong)
+        mask = torch.cat(blocks)
+    slots = torch.cat([case.table[row, : p + N] for row, p in zip(ROWS, PREFIXES, strict=True)])
+    starts = torch.tensor([0, PREFIXES[0] + N, sum(PREFIXES) + 2 * N])
+    out = sgl_kernel_sm120.mla_tree_verify(
+        case.q.view(len(ROWS), N, NUM_HEADS, 576), case.pool.keys, starts, slots, sm_scale=case.layer.scaling,
+        tree_mask=mask, mask_layout=sgl_kernel_sm120.MaskLayout.FULL, mask_indptr=indptr,
+    )  # fmt: skip
+    same = torch.isclose(out.view(len(ROWS) * N, -1).double(), naive(case), rtol=2e-5, atol=2e-5).all()
+    assert same == (not stride_of_prefix_alone)
+
+
+def test_mask_indptr_of_another_batch_size_is_refused():
+    """Bug 3: a slice that is one entry too long belongs to another batch."""
+    case = make_case()
+    prefixes = torch.tensor([*PREFIXES, 0])
+    with pytest.raises(sgl_kernel_sm120.ArgumentError, match="mask_indptr"):
+        sgl_kernel_sm120.mla_tree_verify(
+            case.q.view(len(ROWS), N, NUM_HEADS, 576), torch.zeros(8, 576), torch.zeros(3, dtype=torch.int64),
+            torch.zeros(1, dtype=torch.int64), sm_scale=1.0, tree_mask=torch.ones(200, dtype=torch.bool),
+            mask_layout=sgl_kernel_sm120.MaskLayout.FULL, mask_indptr=full_mask_indptr(prefixes, N),
+        )  # fmt: skip
+
+
+# Validate mode.
+
+
+def test_validate_counts_and_returns_the_stock_result(settings, monkeypatch, caplog):
+    settings.kernel.kdtree_verify = "validate"
+    case = make_case()
+    backend = KDTreeVerifyBackend(case.runner)
+    verify(case, backend=backend)
+    assert "8 rows compared, 0 over the limit" in backend.errors.report()
+
+    wrong = sgl_kernel_sm120.mla_tree_verify
+    monkeypatch.setattr(kdtree_verify, "mla_tree_verify", lambda *a, **k: wrong(*a, **k) + 0.25)
+    close(verify(case, backend=backend), naive(case))
+    assert "16 rows compared, 8 over the limit, max abs error 2.5" in backend.errors.report()
+
+    with caplog.at_level(logging.INFO, logger=kdtree_backend.__name__):
+        backend.log_errors()
+    assert "kdtree_sm120 validate: 16 rows compared" in caplog.text
+    assert caplog.text.rstrip().endswith("2 steps")
+
+
+def test_a_nan_is_over_the_limit():
+    errors = VerifyErrors(2, torch.device("cpu"))
+    reference = torch.ones(3, 4)
+    ours = reference.clone()
+    ours[1, 2] = torch.nan
+    errors.update(1, ours, reference)
+    assert "3 rows compared, 1 over the limit" in errors.report()
+    assert "worst layer 1" in errors.report()
+
+
+# Refusals.
+
+
+def make_runner(**config):
+    fields = dict(
+        kv_lora_rank=512, qk_rope_head_dim=64, hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"])
+    )
+    return SimpleNamespace(device="cpu", use_mla_backend=True, model_config=SimpleNamespace(**(fields | config)))
+
+
+def test_an_mla_less_model_is_refused(settings):
+    runner = make_runner()
+    runner.use_mla_backend = False
+    with pytest.raises(ValueError, match="serves MLA models .* and LlamaForCausalLM is none; use --attention-backend"):
+        kdtree_backend.create_kdtree_backend(runner)
+
+
+def test_other_head_sizes_are_refused(settings):
+    with pytest.raises(ValueError, match=r"heads of 320 \(latent 256\)"):
+        kdtree_backend.create_kdtree_backend(make_runner(kv_lora_rank=256))
+
+
+def test_too_many_draft_tokens_are_refused(settings):
+    settings.spec.speculative_num_draft_tokens = 129
+    with pytest.raises(ValueError, match="at most 128 tokens a request; --speculative-num-draft-tokens is 129"):
+        kdtree_backend.create_kdtree_backend(make_runner())
+
+
+@pytest.mark.parametrize("page_size", [0, 3, 48])
+def test_a_page_size_that_is_no_power_of_two_is_refused(settings, page_size):
+    settings.schedule.page_size = page_size
+    with pytest.raises(ValueError, match=f"power of two, and --page-size is {page_size}"):
+        kdtree_backend.create_kdtree_backend(make_runner())
+
+
+def test_a_gpu_is_refused_until_its_form_exists(settings):
+    runner = make_runner()
+    runner.device = "cuda"
+    with pytest.raises(ValueError, match="the CUDA form of this backend is not available yet; use --device cpu"):
+        kdtree_backend.create_kdtree_backend(runner)
+
+
+def test_a_split_that_leaves_it_no_verification_is_refused(settings):
+    settings.backends = ("triton", "kdtree_sm120")
+    with pytest.raises(ValueError, match="would verify no draft: prefill runs on triton.*--speculative-attention-mode"):
+        kdtree_backend.check_verify_goes_to("kdtree_sm120")
+    settings.spec.speculative_attention_mode = "decode"
+    kdtree_backend.check_verify_goes_to("kdtree_sm120")

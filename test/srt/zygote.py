@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fresh interpreters in a fraction of a second: a process that has imported torch and transformers, and nothing of
+sglang, forks one child a question. Run as a script it is that process; ``Zygote`` is its client."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import traceback
+from typing import NamedTuple
+
+# What takes most of the time of `import sglang.srt.server_args`, and imports nothing of it.
+PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "transformers.conversion_mapping",
+    "transformers.integrations.flash_attention",
+    "transformers.models.auto",
+    "aiohttp",
+    "fastapi",
+    "triton",
+]
+
+
+class Result(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Zygote:
+    def __init__(self):
+        self.process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(self, code, **env):
+        """The code in a fresh process. A variable that is None is removed from the environment."""
+        self.process.stdin.write(json.dumps([code, env]) + "\n")
+        self.process.stdin.flush()
+        return Result(*json.loads(self.process.stdout.readline()))
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait(timeout=10)
+
+
+def answer(code, env):
+    out, err = (os.memfd_create(name) for name in ("out", "err"))
+    pid = os.fork()
+    if pid == 0:
+        run_child(code, env, out, err)
+    status = os.waitpid(pid, 0)[1]
+    texts = []
+    for fd in (out, err):
+        with os.fdopen(fd, "rb") as file:
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    return os.waitstatus_to_exitcode(status), *texts
+
+
+def run_child(code, env, out, err):
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    for name, value in env.items():
+        os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    failed = 0
+    try:
+        exec(code, {"__name__": "__main__"})
+    except BaseException:
+        traceback.print_exc()
+        failed = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(failed)
+
+
+def main():
+    for module in PRELOADED:
+        importlib.import_module(module)
+    assert not any(name.partition(".")[0] == "sglang" for name in sys.modules)
+    replies = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        replies.write(json.dumps(answer(*json.loads(line))) + "\n")
+        replies.flush()
+
+
+if __name__ == "__main__":
+    main()
