@@ -17,9 +17,7 @@ from .upstream import load_pin, pinned_wheel
 def check(args: argparse.Namespace) -> int:
     plan = make_plan(FORK, pinned_wheel(load_pin(FORK)))
     series.check(FORK, plan)
-    over = delta.over_caps(delta.measure(plan), load_pin(FORK))
-    if over:
-        raise Refused(*over)
+    delta.check_caps(plan, delta.load_caps(FORK))
     print(f"every anchor found, no file shadowed: {delta.line(plan, load_pin(FORK))}")
     return 0
 
@@ -44,10 +42,9 @@ def place(args: argparse.Namespace) -> int:
 def show_delta(args: argparse.Namespace) -> int:
     pin = load_pin(FORK)
     plan = make_plan(FORK, pinned_wheel(pin))
-    print(delta.line(plan, pin) if args.line else delta.report(plan, pin))
-    over = delta.over_caps(delta.measure(plan), pin)
-    if over:
-        raise Refused(*over)
+    caps = delta.load_caps(FORK)
+    print(delta.line(plan, pin) if args.line else delta.report(plan, pin, caps))
+    delta.check_caps(plan, caps)
     return 0
 
 

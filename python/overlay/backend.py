@@ -12,7 +12,8 @@ from .errors import Refused
 from .plan import FORK, Plan, make_plan
 from .upstream import Pin, Wheel, load_pin, pinned_wheel
 
-SOURCES = ("UPSTREAM.toml", "REQUIREMENTS.toml", "constraints-cpu.txt", "pyproject.toml", "series.toml", "overlay", "edits", "sglang")
+SOURCES = ["UPSTREAM.toml", "REQUIREMENTS.toml", "CAPS.toml", "series.toml", "constraints-cpu.txt", "pyproject.toml"]
+SOURCES += ["overlay", "edits", "sglang"]
 
 
 def resolve() -> tuple[Pin, Wheel, Plan]:

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
+from .errors import Refused
 from .plan import Plan
 from .upstream import Pin
 
@@ -37,19 +40,22 @@ def line(plan: Plan, pin: Pin) -> str:
     )
 
 
-def over_caps(size: Delta, pin: Pin) -> list[str]:
-    measured = asdict(size)
-    return [
-        f"{name} is {measured[name]}, the cap in UPSTREAM.toml is {cap}: make the delta smaller, or raise the cap in a commit of its own"
-        for name, cap in pin.caps.items()
-        if measured[name] > cap
-    ]
+def load_caps(fork: Path) -> dict[str, int]:
+    return tomllib.loads((fork / "CAPS.toml").read_text(encoding="utf-8"))
 
 
-def report(plan: Plan, pin: Pin) -> str:
+def check_caps(plan: Plan, caps: dict[str, int]) -> None:
+    size = asdict(measure(plan))
+    advice = "make the delta smaller, or raise the cap in a commit of its own"
+    over = [f"{name} is {size[name]}, the cap in CAPS.toml is {cap}: {advice}" for name, cap in caps.items() if size[name] > cap]
+    if over:
+        raise Refused(*over)
+
+
+def report(plan: Plan, pin: Pin, caps: dict[str, int]) -> str:
     size = asdict(measure(plan))
     lines = [line(plan, pin), ""]
-    lines += [f"  {name:15} {size[name]:6} of at most {cap}" for name, cap in pin.caps.items()]
+    lines += [f"  {name:15} {size[name]:6} of at most {cap}" for name, cap in caps.items()]
     lines += ["", "Edits we would like to lose:"]
     for edit in plan.edits:
         lines += [f"  {edit.place}", f"    why      {edit.why}", f"    upstream {edit.upstream}", f"    until    {edit.retire_when}"]

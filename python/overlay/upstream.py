@@ -25,7 +25,6 @@ class Pin:
     version: str
     local: str
     sha256: dict[str, str]  # by wheel tag
-    caps: dict[str, int]
 
     @property
     def fork_version(self) -> str:

@@ -132,8 +132,7 @@ class SmallFork:
 
     def pin(self, **changes) -> upstream.Pin:
         digest = hashlib.sha256(self.wheel.path.read_bytes()).hexdigest()
-        caps = {"files": 5, "lines": 50, "edits": 3, "inserted_lines": 9}
-        fields = {"name": "sglang", "version": "1.0", "local": "kdtree.1", "sha256": {TAG: digest}, "caps": caps}
+        fields = {"name": "sglang", "version": "1.0", "local": "kdtree.1", "sha256": {TAG: digest}}
         return upstream.Pin(**{**fields, **changes})
 
     def plan(self, **options) -> plan.Plan:

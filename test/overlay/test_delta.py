@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 from overlay import delta
+from overlay.errors import Refused
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_delta_is_below_its_caps(fork_plan, pin):
-    assert delta.over_caps(delta.measure(fork_plan), pin) == []
+def test_the_delta_is_below_its_caps(fork, fork_plan):
+    delta.check_caps(fork_plan, delta.load_caps(fork))
 
 
 def test_the_readme_shows_the_delta(fork_plan, pin):
@@ -24,13 +25,14 @@ def test_the_measure_counts(small):
 
 @pytest.mark.parametrize("name", ["files", "lines", "edits", "inserted_lines"])
 def test_each_cap_refuses(small, name):
-    pin = small.pin(caps=small.pin().caps | {name: 0})
-    (message,) = delta.over_caps(delta.measure(small.plan()), pin)
-    assert message.startswith(f"{name} is 1, the cap in UPSTREAM.toml is 0")
+    caps = {"files": 1, "lines": 1, "edits": 1, "inserted_lines": 1}
+    delta.check_caps(small.plan(), caps)
+    with pytest.raises(Refused, match=f"^{name} is 1, the cap in CAPS.toml is 0: make the delta smaller"):
+        delta.check_caps(small.plan(), caps | {name: 0})
 
 
-def test_the_report_lists_what_we_would_like_to_lose(fork_plan, pin):
-    report = delta.report(fork_plan, pin)
+def test_the_report_lists_what_we_would_like_to_lose(fork, fork_plan, pin):
+    report = delta.report(fork_plan, pin, delta.load_caps(fork))
     for edit in fork_plan.edits:
         assert edit.place in report and edit.why in report and edit.retire_when in report and edit.upstream in report
 
