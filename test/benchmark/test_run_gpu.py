@@ -22,7 +22,8 @@ def run(tmp_path):
     sanitizer = tmp_path / "bin" / "compute-sanitizer"
     sanitizer.parent.mkdir()
     sanitizer.write_text(
-        '#!/bin/bash\n[ "$1" = --help ] && { echo "  --kernel-regex arg"; exit; }\n' + f'echo "sanitizer $*" >> {log}\n'
+        '#!/bin/bash\n[ "$1" = --help ] && { echo "  --kernel-name arg"; exit; }\n'
+        + f'echo "sanitizer $* caching=$PYTORCH_NO_CUDA_MEMORY_CACHING" >> {log}\n'
     )
     for f in (python, sanitizer):
         f.chmod(0o755)
@@ -51,7 +52,8 @@ def test_all_steps_in_order(run):
         and "--commit abc123" in calls[1]
     )
     assert [c.split()[2] for c in calls[2:6]] == ["memcheck", "racecheck", "initcheck", "synccheck"]
-    assert all("--kernel-regex kns=sgl_kernel_sm120" in c and "-m pytest" in c for c in calls[2:6])
+    assert all("--kernel-name kns=sgl_kernel_sm120" in c and "-m pytest" in c for c in calls[2:6])
+    assert all(c.endswith("caching=1") for c in calls[2:6])
     assert "plot_mla_tree_verify.py" in calls[6]
     assert {p.name for p in run.out.iterdir()} >= {"test.log", "bench.log", "plot.log", "sanitize-racecheck.log"}
 
