@@ -10,6 +10,7 @@ configuration decides which) unless --flashinfer-wheel names a file. Only header
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -40,16 +41,19 @@ HEADER_PREFIXES = tuple(
 
 
 def find_nvcc() -> str:
-    """$NVCC, nvcc on PATH, or the usual toolkit folder."""
-    candidates = (
+    """$NVCC, nvcc on PATH, the usual toolkit folder, or the compiler of the nvidia-cuda-nvcc wheel."""
+    usual = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
+    wheels = importlib.util.find_spec("nvidia")
+    folders = list(wheels.submodule_search_locations or ()) if wheels else []
+    for path in (
         os.environ.get("NVCC"),
         shutil.which("nvcc"),
-        os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc"),
-    )
-    for path in candidates:
+        usual,
+        *[Path(f) / "cu13" / "bin" / "nvcc" for f in folders],
+    ):
         if path and Path(path).is_file():
-            return path
-    raise SystemExit("build_native: no nvcc; put it on PATH or set NVCC=/path/to/nvcc")
+            return str(path)
+    raise SystemExit("build_native: no nvcc; put it on PATH, set NVCC=/path/to/nvcc, or pip install nvidia-cuda-nvcc")
 
 
 def flashinfer_headers(root: Path, wheel: Path | None) -> list[Path]:
@@ -99,6 +103,7 @@ def command(
         *[f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs],
         *[f"-D{m}" for m in macros],
         *[f"-I{p}" for p in includes],
+        f"-L{Path(nvcc).resolve().parents[1] / 'lib'}",  # where the wheels have the CUDA runtime
         "-o",
         str(out),
         str(source),

@@ -112,6 +112,20 @@ def test_compile_command_names_every_arch_and_header_folder(tmp_path):
     assert "-DSMEM_LIMIT=102400" in command and "-Iinc" in command and command[-1] == "a.cu"
 
 
+def test_nvcc_is_found_or_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(build_native.shutil, "which", lambda name: None)
+    monkeypatch.setattr(build_native.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.delenv("NVCC", raising=False)
+    with pytest.raises(SystemExit, match="no nvcc; put it on PATH"):
+        build_native.find_nvcc()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    assert build_native.find_nvcc() == str(tmp_path / "bin" / "nvcc")
+    monkeypatch.setenv("NVCC", __file__)
+    assert build_native.find_nvcc() == __file__
+
+
 def test_headers_alone_are_unpacked_and_another_version_is_refused(tmp_path):
     wheel = tmp_path / f"flashinfer_python-{build_native.FLASHINFER_VERSION}-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as z:
