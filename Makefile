@@ -11,7 +11,8 @@ TESTS ?= test
 # cuda where a GPU is found, else cpu
 SET ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 
-VENV := .venv/bin/python
+BIN := .venv/bin
+VENV := $(BIN)/python
 OVERLAY := cd python && ../$(VENV) -m overlay
 OURS := python/overlay scripts test sgl-kernel-sm120 benchmark
 UPSTREAM_STYLE := python/sglang
@@ -27,10 +28,12 @@ serve: environment
 test: gates
 	$(VENV) -m pytest $(TESTS)
 
-# What stops a change before any test runs: the edits and the caps, and the kernels' registers and shared memory.
+# What stops a change before any test runs: the edits and the caps, the kernels' registers and shared memory, and tables
+# in the documents that are not those of the result files.
 gates: test-environment
 	$(OVERLAY) check
 	$(VENV) sgl-kernel-sm120/tools/resources.py check
+	$(VENV) benchmark/report.py --check
 
 environment:
 	@$(PYTHON) scripts/environment.py --set $(SET)
@@ -42,16 +45,17 @@ lint: test-environment
 	$(VENV) -m ruff check $(OURS)
 	$(VENV) -m ruff format --check $(OURS)
 	$(VENV) -m black --check --quiet $(UPSTREAM_STYLE)
-	$(VENV) -m isort --check --quiet --profile black $(UPSTREAM_STYLE)
-	git ls-files '*.cu' '*.cuh' '*.h' '*.cpp' | xargs -r $(VENV) -m clang_format --dry-run --Werror
-	git ls-files '*.py' '*.md' '*.toml' '*.cu' '*.cuh' '*.h' '*.cpp' | xargs $(VENV) -m codespell_lib --ignore-words .codespellignore
+	$(VENV) -m isort --check --quiet $(UPSTREAM_STYLE)
+	git ls-files '*.cu' '*.cuh' '*.h' '*.cpp' | xargs -r $(BIN)/clang-format --dry-run --Werror
+	git ls-files '*.py' '*.md' '*.toml' '*.cu' '*.cuh' '*.h' '*.cpp' | xargs $(VENV) -m codespell_lib
 
 format: test-environment
 	$(VENV) -m ruff check --fix $(OURS)
 	$(VENV) -m ruff format $(OURS)
 	$(VENV) -m black --quiet $(UPSTREAM_STYLE)
-	$(VENV) -m isort --quiet --profile black $(UPSTREAM_STYLE)
-	git ls-files '*.cu' '*.cuh' '*.h' '*.cpp' | xargs -r $(VENV) -m clang_format -i
+	$(VENV) -m isort --quiet $(UPSTREAM_STYLE)
+	git ls-files '*.cu' '*.cuh' '*.h' '*.cpp' | xargs -r $(BIN)/clang-format -i
+	$(OVERLAY) delta --write ../README.md
 
 delta: environment
 	@$(OVERLAY) delta

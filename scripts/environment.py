@@ -3,8 +3,8 @@
 
     environment.py [--set cpu|cuda] [--tests]
 
-Each step has a stamp in .venv: the hash of what the step read. The fork is installed as the wheel that a user gets; then
-our files in it are replaced by links to this checkout, so that saving a file is enough.
+Each step has a stamp in .venv: the hash of what the step read. The fork is installed as the wheel that a user gets;
+then our files in it are replaced by links to this checkout, so that saving a file is enough.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ STAMPS = VENV / "stamps"
 LOG = VENV / "setup.log"
 FORK, KERNELS, TESTS = ROOT / "python", ROOT / "sgl-kernel-sm120", ROOT / "test" / "requirements.txt"
 # What decides which distributions are installed, and with which metadata.
-REQUIREMENTS = [FORK / "UPSTREAM.toml", FORK / "REQUIREMENTS.toml", FORK / "constraints-cpu.txt", FORK / "pyproject.toml"]
+REQUIREMENTS = [
+    FORK / "UPSTREAM.toml",
+    FORK / "REQUIREMENTS.toml",
+    FORK / "constraints-cpu.txt",
+    FORK / "pyproject.toml",
+]
 PROGRESS = ("Collecting ", "Downloading ", "Building wheel", "Installing collected", "Successfully installed")
 
 
@@ -36,7 +41,7 @@ def main() -> int:
     arguments.add_argument("--tests", action="store_true", help="also what the tests and the linters use")
     args = arguments.parse_args()
     chosen = args.set or ("cuda" if has_gpu() else "cpu")
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036  the interpreter is whatever make was given
         raise SystemExit("setup: Python 3.11, 3.12 or 3.13 is needed: make PYTHON=python3.11 ...")
     if not PYTHON.exists():
         say(f"creating {VENV.name} with Python {sys.version.split()[0]}")
@@ -44,7 +49,12 @@ def main() -> int:
     STAMPS.mkdir(exist_ok=True)
     install(chosen)
     if args.tests:
-        step("tests", digest(TESTS), "installing what the tests use", lambda: pip("install", "-r", TESTS, *constraints(chosen)))
+        step(
+            "tests",
+            digest(TESTS),
+            "installing what the tests use",
+            lambda: pip("install", "-r", TESTS, *constraints(chosen)),
+        )
     return 0
 
 
@@ -58,7 +68,9 @@ def install(chosen: str) -> None:
     def kernels() -> None:
         pip("install", "--no-deps", "--force-reinstall", KERNELS, chosen=chosen)
 
-    step("requirements", chosen + digest(*REQUIREMENTS), f"installing the fork ({chosen} set); takes some minutes", whole)
+    step(
+        "requirements", chosen + digest(*REQUIREMENTS), f"installing the fork ({chosen} set); takes some minutes", whole
+    )
     step("kernels", digest(KERNELS), "building the kernel package", kernels)
     step("fork", digest(FORK / "overlay", FORK / "edits") + names(FORK / "sglang"), "linking the fork", link)
 
@@ -98,7 +110,11 @@ def sources(root: Path) -> list[Path]:
 
 def is_source(path: Path) -> bool:
     parts = set(path.relative_to(ROOT).parts)
-    return not parts & {"__pycache__", "build", "dist"} and not any(p.endswith(".egg-info") for p in parts) and path.suffix != ".so"
+    return (
+        not parts & {"__pycache__", "build", "dist"}
+        and not any(p.endswith(".egg-info") for p in parts)
+        and path.suffix != ".so"
+    )
 
 
 def site_packages() -> Path:
@@ -128,7 +144,12 @@ def pip(*arguments: str | Path, chosen: str = "cpu") -> None:
     command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
     with LOG.open("a") as log:
         process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for line in process.stdout:
             log.write(line)

@@ -7,6 +7,7 @@ Without a model it serves the small one of test/models, which needs no GPU.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import signal
@@ -85,7 +86,8 @@ def wait_until_ready(process: subprocess.Popen, port: int) -> bool:
 
 
 def ready_message(port: int) -> str:
-    body = '{"text": "The cat sat on the mat. The cat sat on", "sampling_params": {"max_new_tokens": 32, "temperature": 0}}'
+    sampling = {"max_new_tokens": 32, "temperature": 0}
+    body = json.dumps({"text": "The cat sat on the mat. The cat sat on", "sampling_params": sampling})
     return (
         f"\nserve: ready on http://127.0.0.1:{port} (Ctrl-C stops it). Try:\n\n"
         f"    curl -s http://127.0.0.1:{port}/generate -H 'Content-Type: application/json' \\\n        -d '{body}'\n"

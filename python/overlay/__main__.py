@@ -43,7 +43,10 @@ def show_delta(args: argparse.Namespace) -> int:
     pin = load_pin(FORK)
     plan = make_plan(FORK, pinned_wheel(pin))
     caps = delta.load_caps(FORK)
-    print(delta.line(plan, pin) if args.line else delta.report(plan, pin, caps))
+    if args.write:
+        delta.write_line(args.write, plan, pin)
+    else:
+        print(delta.report(plan, pin, caps))
     delta.check_caps(plan, caps)
     return 0
 
@@ -85,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     sub = command("drift", show_drift, "report what another upstream version would change for us; exit 1 if anything")
     sub.add_argument("--to", required=True, metavar="VERSION")
     sub = command("delta", show_delta, "print the size of the fork and the edits we would like to lose")
-    sub.add_argument("--line", action="store_true", help="only the line that the README shows")
+    sub.add_argument("--write", type=Path, metavar="README", help="instead, bring the document's delta line up to date")
     command("sign", sign_edits, "write the hash of each edited symbol at the pin; do it after reviewing the symbol")
     sub = command("pr", patches, "write the fork as patches for `git am` on the pinned upstream tree")
     sub.add_argument("--out", type=Path, default=Path("patches"), help="directory for the patches (default: patches)")

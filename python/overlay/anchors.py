@@ -50,7 +50,9 @@ def canonical(node: object) -> object:
 
 def docstring_of(node: ast.AST) -> ast.Expr | None:
     first = node.body[0] if node.body else None
-    is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+    is_text = (
+        isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+    )
     return first if is_text else None
 
 
@@ -59,7 +61,7 @@ def tree_hash(node: ast.AST) -> str:
 
 
 def own_nodes(scope: ast.AST) -> Iterator[tuple[ast.AST, ast.AST, ast.stmt | None]]:
-    """(node, parent, statement) of a scope, nested definitions as single nodes: their insides are scopes of their own."""
+    """(node, parent, statement) of a scope; a nested definition is one node, its inside is a scope of its own."""
     plain_statement = isinstance(scope, ast.stmt) and not isinstance(scope, DEFINITIONS)
     todo = deque([(scope, None, None)] if plain_statement else [(child, scope, None) for child in children(scope)])
     while todo:
@@ -129,10 +131,14 @@ def find_anchor(scope: ast.AST, anchor: dict[str, str]) -> Found:
     if kind == "return" and value in ("first", "last") and found:
         found = found[:1] if value == "first" else found[-1:]
     if not found:
-        raise Refused(f"anchor {label} is lost: no such node in the symbol's own scope; look for where upstream moved it")
+        raise Refused(
+            f"anchor {label} is lost: no such node in the symbol's own scope; look for where upstream moved it"
+        )
     if len(found) > 1:
         where = lines_of([hit.expression or hit.statement for hit in found])
-        raise Refused(f"anchor {label} is not unique: {len(found)} matches ({where}); choose a narrower symbol or another anchor")
+        raise Refused(
+            f"anchor {label} is not unique: {len(found)} matches ({where}); choose a narrower symbol or another anchor"
+        )
     return found[0]
 
 

@@ -25,7 +25,9 @@ def resolve() -> tuple[Pin, Wheel, Plan]:
         raise SystemExit("\n  ".join(["overlay: refused, nothing was written:", *refusal.reasons])) from None
 
 
-def build_wheel(wheel_directory: str, config_settings: dict | None = None, metadata_directory: str | None = None) -> str:
+def build_wheel(
+    wheel_directory: str, config_settings: dict | None = None, metadata_directory: str | None = None
+) -> str:
     return pack.build(FORK, *resolve(), Path(wheel_directory)).name
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,6 +41,17 @@ def line(plan: Plan, pin: Pin) -> str:
     )
 
 
+LINE = re.compile(r"^Delta over .*$", re.MULTILINE)
+
+
+def write_line(document: Path, plan: Plan, pin: Pin) -> None:
+    """Bring the document's one delta line up to date."""
+    text, count = LINE.subn(lambda _: line(plan, pin), document.read_text(encoding="utf-8"))
+    if count != 1:
+        raise Refused(f"{document}: {count} lines start with 'Delta over', one is needed")
+    document.write_text(text, encoding="utf-8")
+
+
 def load_caps(fork: Path) -> dict[str, int]:
     return tomllib.loads((fork / "CAPS.toml").read_text(encoding="utf-8"))
 
@@ -47,7 +59,11 @@ def load_caps(fork: Path) -> dict[str, int]:
 def check_caps(plan: Plan, caps: dict[str, int]) -> None:
     size = asdict(measure(plan))
     advice = "make the delta smaller, or raise the cap in a commit of its own"
-    over = [f"{name} is {size[name]}, the cap in CAPS.toml is {cap}: {advice}" for name, cap in caps.items() if size[name] > cap]
+    over = [
+        f"{name} is {size[name]}, the cap in CAPS.toml is {cap}: {advice}"
+        for name, cap in caps.items()
+        if size[name] > cap
+    ]
     if over:
         raise Refused(*over)
 
@@ -58,5 +74,10 @@ def report(plan: Plan, pin: Pin, caps: dict[str, int]) -> str:
     lines += [f"  {name:15} {size[name]:6} of at most {cap}" for name, cap in caps.items()]
     lines += ["", "Edits we would like to lose:"]
     for edit in plan.edits:
-        lines += [f"  {edit.place}", f"    why      {edit.why}", f"    upstream {edit.upstream}", f"    until    {edit.retire_when}"]
+        lines += [
+            f"  {edit.place}",
+            f"    why      {edit.why}",
+            f"    upstream {edit.upstream}",
+            f"    until    {edit.retire_when}",
+        ]
     return "\n".join(lines)

@@ -34,7 +34,9 @@ def compare(fork: Path, pinned: Wheel, newer: Wheel) -> tuple[str, bool]:
         if verdict != "unchanged":
             lines += [f"    {ADVICE[verdict]}", *(f"    {line}" for line in detail)]
     shadowed = sorted(path for path in own_files(fork) if path in newer.names)
-    lines += [f"shadowed       {path}\n    upstream has a file there now: retire ours, or rename it" for path in shadowed]
+    lines += [
+        f"shadowed       {path}\n    upstream has a file there now: retire ours, or rename it" for path in shadowed
+    ]
     clean &= not shadowed
     lines.append("no work needed" if clean else "work needed")
     return "\n".join(lines), clean

@@ -3,18 +3,19 @@
 
 An edit constructs, wires or delegates in at most three lines; logic goes into files of ours. The actions:
 
-    before | after   statements around the statement that holds the anchor (no anchor: around the symbol, decorators included)
+    before | after   statements around the statement that holds the anchor (no anchor: the symbol with its decorators)
     first            statements at the head of a function, after its docstring
     append           new last elements of the list that the symbol is bound to
     replace          an expression takes the place of the anchor's expression (assign and return: the value; if: the
                      condition; no anchor: the value that the symbol is bound to), a statement that of its statement
 
-`$old` in a replacement stands for the replaced source, so an edit that adds a condition does not repeat upstream's words.
+`$old` in a replacement stands for the replaced source: an edit that adds a condition does not repeat upstream's words.
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import textwrap
 import tomllib
@@ -180,8 +181,11 @@ class Module:
 
 
 def scope_and_hash(module: Module, edit: Edit) -> tuple[ast.AST, str]:
-    """The symbol's node and the hash that `symbol_sha` holds. A module's own hash would change with every release, so an
-    edit of the module as a whole is signed with the statement that its anchor names."""
+    """The symbol's node and the hash that `symbol_sha` holds.
+
+    A module's own hash would change with every release: an edit of the module as a whole is signed with the statement
+    that its anchor names.
+    """
     scope = find_symbol(module.tree, edit.symbol)
     if isinstance(scope, ast.Module):
         if not edit.anchor:
@@ -258,7 +262,11 @@ def replace_expression(module: Module, edit: Edit, found: Found, tree: ast.expr)
     # Operators around or inside the replacement must not regroup it.
     if canonical_flat(reparse(text)) != canonical_flat(substitute(tree, old)):
         text = edit.text.replace(OLD, f"({source})")
-    if isinstance(found.parent, ast.expr) and not isinstance(found.parent, (ast.Call, ast.List)) and not isinstance(tree, ATOMS):
+    if (
+        isinstance(found.parent, ast.expr)
+        and not isinstance(found.parent, (ast.Call, ast.List))
+        and not isinstance(tree, ATOMS)
+    ):
         text = f"({text})"
     begin = module.start(old)
     line = module.text.rfind("\n", 0, begin) + 1
@@ -325,7 +333,7 @@ def apply(path: str, text: str, edits: list[Edit], *, signed: bool = True) -> st
         except Refused as refusal:
             reasons += [f"{edit.place}: {reason}" for reason in refusal.reasons]
     spans.sort(key=lambda span: (span.start, span.end))
-    for one, two in zip(spans, spans[1:]):
+    for one, two in itertools.pairwise(spans):
         if two.start < one.end:
             reasons.append(f"{two.edit.place}: overlaps {one.edit.place}: merge them into one edit")
     if reasons:

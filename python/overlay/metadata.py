@@ -37,7 +37,9 @@ def base_set(required: list[str], wanted: dict) -> list[str]:
     by_name = {normal(distribution(requirement)): requirement for requirement in required}
     missing = [name for name in wanted["upstream"] if normal(name) not in by_name]
     if missing:
-        raise Refused(f"REQUIREMENTS.toml: upstream {', '.join(missing)} no longer required: drop it, or move it to `own`")
+        raise Refused(
+            f"REQUIREMENTS.toml: upstream {', '.join(missing)} no longer required: drop it, or move it to `own`"
+        )
     return sorted([by_name[normal(name)] for name in wanted["upstream"]] + wanted["own"], key=str.lower)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Phase one: the whole fork resolved against one upstream wheel. Every reason against it is collected; nothing is written."""
+"""Phase one: the whole fork resolved against one upstream wheel, or every reason why not; nothing is written."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def make_plan(fork: Path, wheel: Wheel, *, without: Collection[str] = (), signed
     edited = {}
     for module, its_edits in by_module.items():
         if module not in wheel.names:
-            reasons.append(f"{module}: upstream {wheel.version} has no such module: find where it moved and move the TOML")
+            reasons.append(
+                f"{module}: upstream {wheel.version} has no such module: find where it moved and move the TOML"
+            )
             continue
         try:
             edited[module] = apply(module, wheel.read(module).decode(), its_edits, signed=signed).encode()

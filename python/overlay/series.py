@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fork as a series of patches for `git am` on the pinned upstream tree: one logical change each, in series.toml's order."""
+"""The fork as a series of patches for `git am` on the pinned upstream tree, one logical change each: series.toml."""
 
 from __future__ import annotations
 
@@ -32,9 +32,12 @@ class Change:
 
     def message(self) -> str:
         def section(heading: str, text: str) -> str:
-            return f"{heading}\n\n" + "\n\n".join(textwrap.fill(" ".join(p.split()), 72) for p in text.strip().split("\n\n"))
+            return f"{heading}\n\n" + "\n\n".join(
+                textwrap.fill(" ".join(p.split()), 72) for p in text.strip().split("\n\n")
+            )
 
-        return f"{self.title}\n\n{section('Motivation', self.motivation)}\n\n{section('Modifications', self.description)}\n"
+        parts = [self.title, section("Motivation", self.motivation), section("Modifications", self.description)]
+        return "\n\n".join(parts) + "\n"
 
 
 def load(fork: Path) -> list[Change]:
@@ -114,7 +117,9 @@ def write_against(fork: Path, wheel: Wheel, out: Path) -> list[Path]:
                 put(tree / module, apply(module, wheel.read(module).decode(), chosen).encode())
             commit(tree, change.message())
         options = ["--quiet", "--zero-commit", "--no-signature", "--numbered", "--full-index", "--binary"]
-        git(tree, "format-patch", *options, "--root", "HEAD", f"-{len(steps)}", "--output-directory", str(out.resolve()))
+        git(
+            tree, "format-patch", *options, "--root", "HEAD", f"-{len(steps)}", "--output-directory", str(out.resolve())
+        )
     return sorted(out.glob("[0-9][0-9][0-9][0-9]-*.patch"))
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fork in an installed tree: the development loop.
 
-`link` puts symlinks to our files, so that saving a file is enough; `lay` copies them. Edited modules are generated in both.
+`link` puts symlinks to our files, so that saving a file is enough; `lay` copies them. Both write the edited modules.
 A file is always unlinked before it is written, so that environments which share it by hard link stay as they are.
 """
 
@@ -38,7 +38,7 @@ def check_target(pin: Pin, site: Path) -> None:
     if not accepted & set(infos):
         raise Refused(
             f"{site}: holds {', '.join(infos) or 'no ' + pin.name}, not {pin.name} {pin.version}. "
-            f"Give the site-packages directory of an environment with that version: pip install --no-deps {pin.name}=={pin.version}"
+            f"Give the site-packages of an environment with it: pip install --no-deps {pin.name}=={pin.version}"
         )
 
 

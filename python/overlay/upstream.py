@@ -83,7 +83,7 @@ def check_hash(pin: Pin, path: Path) -> None:
 
 
 def obtain(name: str, version: str) -> Path:
-    """pip picks the wheel for the running interpreter: from a local directory if one is named, else cache, then index."""
+    """pip picks the wheel for this interpreter: from the local directory if one is named, else from cache or index."""
     local = os.environ.get(WHEELS_VARIABLE)
     if local:
         with tempfile.TemporaryDirectory() as scratch:

@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
 from overlay import pack, plan, sign, upstream
 
 TAG = f"cp{sys.version_info.major}{sys.version_info.minor}-none-any"

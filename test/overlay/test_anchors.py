@@ -5,6 +5,7 @@ import ast
 import textwrap
 
 import pytest
+
 from overlay.anchors import find_anchor, find_symbol, tree_hash
 from overlay.errors import Refused
 

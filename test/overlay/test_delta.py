@@ -4,6 +4,7 @@
 from pathlib import Path
 
 import pytest
+
 from overlay import delta
 from overlay.errors import Refused
 
@@ -15,8 +16,19 @@ def test_the_delta_is_below_its_caps(fork, fork_plan):
 
 
 def test_the_readme_shows_the_delta(fork_plan, pin):
-    """`make delta` prints the line; replace it in the README."""
+    """`make format` writes the line."""
     assert delta.line(fork_plan, pin) in (ROOT / "README.md").read_text().splitlines()
+
+
+def test_the_line_is_written_into_a_document(small, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("Before.\nDelta over nothing\nAfter.\n")
+    delta.write_line(page, small.plan(), small.pin())
+    line = "Delta over sglang 1.0: 1 files of ours (1 lines), 1 edits in 1 upstream files (1 lines)."
+    assert page.read_text() == f"Before.\n{line}\nAfter.\n"
+    page.write_text("Nothing.\n")
+    with pytest.raises(Refused, match="0 lines start with 'Delta over'"):
+        delta.write_line(page, small.plan(), small.pin())
 
 
 def test_the_measure_counts(small):
@@ -40,7 +52,9 @@ def test_the_report_lists_what_we_would_like_to_lose(fork, fork_plan, pin):
 def test_the_version_is_written_in_one_place(pin):
     """What builds and starts the fork never names the release."""
     sources = [path for folder in ("python/overlay", "scripts", ".ci") for path in (ROOT / folder).rglob("*")]
-    sources += [ROOT / name for name in ("Makefile", "pyproject.toml", "python/pyproject.toml", "python/REQUIREMENTS.toml")]
+    sources += [
+        ROOT / name for name in ("Makefile", "pyproject.toml", "python/pyproject.toml", "python/REQUIREMENTS.toml")
+    ]
     texts = {path: path.read_text() for path in sources if path.is_file() and path.suffix != ".pyc"}
     assert len(texts) > 15
     assert [str(path) for path, text in texts.items() if pin.version in text] == []

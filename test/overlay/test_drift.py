@@ -2,6 +2,7 @@
 """The report on a newer upstream, against a small one that changes in each way."""
 
 import pytest
+
 from overlay import __main__ as cli
 from overlay import drift, upstream
 
@@ -42,7 +43,11 @@ def test_a_lost_anchor_is_told_from_a_changed_symbol(small, compare):
     text = small.files["sglang/srt/choices.py"].replace("need_sort", "must_sort")
     report, clean = compare(small.files | {"sglang/srt/choices.py": text})
     assert not clean
-    assert "anchor lost" in report and "assign = 'need_sort' is lost" in report and "+    must_sort = name in NAMES" in report
+    assert (
+        "anchor lost" in report
+        and "assign = 'need_sort' is lost" in report
+        and "+    must_sort = name in NAMES" in report
+    )
 
 
 def test_a_lost_symbol_shows_the_module(small, compare):

@@ -9,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
 from overlay.edits import load_edits
 from overlay.plan import FORK, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 EDITS = {edit.name: edit for edit in load_edits(FORK / "edits")}
-# pytest's exit codes: 1 is a failed test, 2 an import that failed while collecting. 4 would be a test that does not exist.
+# pytest's exit codes: 1 is a failed test, 2 an import that failed while collecting; 4 is a test that does not exist.
 RED = {1, 2}
 
 
@@ -58,7 +59,7 @@ def without(pinned, tmp_path_factory):
 
 
 def test_the_installed_tree_is_this_fork(fork_plan):
-    """The tests below stand on it. If it is another one: `make environment`, or `python -m overlay link SITE-PACKAGES`."""
+    """The tests below stand on it. If not: `make environment`, or `python -m overlay link SITE-PACKAGES`."""
     site = installed().parent
     assert [path for path, data in fork_plan.files().items() if (site / path).read_bytes() != data] == []
 
@@ -68,4 +69,6 @@ def test_the_installed_tree_is_this_fork(fork_plan):
 @pytest.mark.parametrize("name", EDITS)
 def test_its_test_turns_red_without_it(without, name):
     run = without[name]
-    assert run.returncode in RED, f"{EDITS[name].test} without {name}: exit code {run.returncode}\n{run.stdout}\n{run.stderr}"
+    assert run.returncode in RED, (
+        f"{EDITS[name].test} without {name}: exit code {run.returncode}\n{run.stdout}\n{run.stderr}"
+    )

@@ -2,6 +2,7 @@
 """What each action does to a module, and which edits are refused before anything is written."""
 
 import pytest
+
 from overlay.edits import Edit, apply, load_edits
 from overlay.errors import Refused
 
@@ -72,7 +73,7 @@ def test_first_goes_after_the_docstring():
         ("NAMES", '"ours",', '    "ascend",  # one, two\n    "ours",\n]'),
         ("NAMES", '"ours",\n"more",  # why', '    "ascend",  # one, two\n    "ours",\n    "more",  # why\n]'),
         ("BARE", '"ours"', '    "ascend",\n    "ours",\n]'),
-        ("SHORT", '"ours", "more"', 'SHORT = ["a", "b", \'ours\', \'more\']'),
+        ("SHORT", '"ours", "more"', "SHORT = [\"a\", \"b\", 'ours', 'more']"),
     ],
 )
 def test_append_to_a_list(symbol, text, expected):
@@ -99,7 +100,7 @@ def test_replace_an_expression_never_regroups_its_neighbours(anchor, text, line)
 
 
 def test_replace_the_value_that_a_symbol_is_bound_to():
-    assert changed_lines(edited("replace", "[*$old, 'c']", symbol="SHORT")) == ["SHORT = [*[\"a\", \"b\"], 'c']"]
+    assert changed_lines(edited("replace", "[*$old, 'c']", symbol="SHORT")) == ['SHORT = [*["a", "b"], \'c\']']
 
 
 def test_replace_a_statement_keeps_the_shape_of_the_old_one():

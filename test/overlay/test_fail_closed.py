@@ -2,12 +2,15 @@
 """Whatever is wrong stops the build, says what to do, and leaves nothing half written."""
 
 import pytest
+
 from overlay import backend, pack, tree, upstream
 from overlay.errors import Refused
 
 
 def lose_anchor(small):
-    small.edit("srt/choices.py", small.root.joinpath("edits/srt/choices.py.toml").read_text().replace("need_sort", "gone"))
+    small.edit(
+        "srt/choices.py", small.root.joinpath("edits/srt/choices.py.toml").read_text().replace("need_sort", "gone")
+    )
 
 
 def double_anchor(small):

@@ -7,6 +7,7 @@ import re
 import subprocess
 
 import pytest
+
 from overlay import series
 from overlay.errors import Refused
 
@@ -18,7 +19,9 @@ CLEAN = {key: value for key, value in os.environ.items() if not key.startswith("
 
 
 def git(tree, *arguments, **options):
-    return subprocess.run(["git", "-C", tree, *arguments], check=True, env=CLEAN, capture_output=True, text=True, **options).stdout
+    return subprocess.run(
+        ["git", "-C", tree, *arguments], check=True, env=CLEAN, capture_output=True, text=True, **options
+    ).stdout
 
 
 @pytest.fixture(scope="session")

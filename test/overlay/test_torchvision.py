@@ -23,7 +23,9 @@ def python(code: str, **options) -> subprocess.CompletedProcess:
 
 def test_sglang_imports_beside_a_cpu_torch():
     """Drop the edit of sglang/__init__.py and nothing declares the operators before torchvision is imported."""
-    result = python("import sglang, sys; assert 'sglang._torchvision_ops' in sys.modules; import torchvision.transforms")
+    result = python(
+        "import sglang, sys; assert 'sglang._torchvision_ops' in sys.modules; import torchvision.transforms"
+    )
     assert result.returncode == 0, result.stderr
 
 

@@ -4,6 +4,7 @@
 import os
 
 import pytest
+
 from overlay import tree
 from overlay.errors import Refused
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fork's wheel: valid for other people's tools, the same bytes twice, and with requirements that fit the machine."""
+"""The fork's wheel: valid for others' tools, the same bytes twice, and with requirements that fit the machine."""
 
 import csv
 import importlib.metadata
@@ -13,10 +13,11 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
-from overlay import backend, pack, plan, upstream
 from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
 from wheel.wheelfile import WheelFile
+
+from overlay import backend, pack, plan, upstream
 
 
 def read_all(path: Path) -> dict[str, bytes]:
@@ -106,7 +107,11 @@ def metadata(contents, pin):
 def required(metadata, extra: str, machine: str = "x86_64") -> set[str]:
     environment = {"extra": extra, "sys_platform": "linux", "platform_machine": machine}
     requirements = map(Requirement, metadata.get_all("Requires-Dist"))
-    return {str(Requirement(str(r).partition(";")[0])) for r in requirements if not r.marker or r.marker.evaluate(environment)}
+    return {
+        str(Requirement(str(r).partition(";")[0]))
+        for r in requirements
+        if not r.marker or r.marker.evaluate(environment)
+    }
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
@@ -119,7 +124,9 @@ def test_the_base_needs_nothing_of_a_gpu(metadata):
     names = {Requirement(line).name.lower() for line in required(metadata, "cpu")}
     assert names == {Requirement(line).name.lower() for line in required(metadata, "")}
     assert {"torch", "torchvision", "transformers", "sgl-kernel-sm120"} <= names
-    assert not [name for name in names if name.startswith(("nvidia", "cuda", "flashinfer", "sglang-kernel", "flash", "sgl-d"))]
+    assert not [
+        name for name in names if name.startswith(("nvidia", "cuda", "flashinfer", "sglang-kernel", "flash", "sgl-d"))
+    ]
     assert len(names) < 45
 
 
@@ -158,8 +165,14 @@ def test_the_metadata_hook_says_what_the_wheel_says(fork, contents, tmp_path, mo
     monkeypatch.setattr(backend, "FORK", fork)
     monkeypatch.setenv(upstream.WHEELS_VARIABLE, str(pinned.path.parent))
     info = backend.prepare_metadata_for_build_wheel(str(tmp_path))
-    written = {path.relative_to(tmp_path).as_posix(): path.read_bytes() for path in (tmp_path / info).rglob("*") if path.is_file()}
-    assert written == {name: data for name, data in contents.items() if name.startswith(info) and not name.endswith("/RECORD")}
+    written = {
+        path.relative_to(tmp_path).as_posix(): path.read_bytes()
+        for path in (tmp_path / info).rglob("*")
+        if path.is_file()
+    }
+    assert written == {
+        name: data for name, data in contents.items() if name.startswith(info) and not name.endswith("/RECORD")
+    }
 
 
 def test_the_sdist_builds_the_same_fork(fork, fork_plan, tmp_path, pinned, monkeypatch):
