@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The small model behind real servers: DDTREE gives what DFLASH and plain decoding give, and takes the verify steps
+that torch counted without a server.
+
+Servers, in this order: plain; DFLASH; DDTREE as in the README; DDTREE with pages, a small pool and no overlap.
+"""
+
+import math
+import threading
+import time
+from collections import Counter
+
+import pytest
+import requests
+import torch
+from e2e import workloads
+from e2e.servers import TARGET, meta, speculative, token_ids
+from e2e.workloads import GREEDY
+
+pytestmark = pytest.mark.server
+
+KDTREE = [*TARGET, "--max-total-tokens", "16384", "--attention-backend", "kdtree_sm120"]
+# Request seeds need this flag; it also makes plain decoding sample by seed alone.
+SEEDS = ["--enable-deterministic-inference"]
+
+PLAIN = [*KDTREE, *SEEDS]
+DFLASH = [*KDTREE, *speculative("DFLASH")]
+# The README's command.
+DDTREE = [*KDTREE, *speculative("DDTREE"), "--speculative-num-draft-tokens", "32"]
+PAGED = [
+    *TARGET, "--attention-backend", "kdtree_sm120", *speculative("DDTREE"), "--speculative-num-draft-tokens", "16",
+    "--page-size", "16", "--max-total-tokens", "1024", "--max-running-requests", "8", "--chunked-prefill-size", "64",
+    "--disable-overlap-schedule", *SEEDS,
+]  # fmt: skip
+# Checks after every step that each KV slot has one owner, not only when idle.
+STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2"}
+
+
+@pytest.fixture(scope="module")
+def plain(servers):
+    """What plain decoding answers to every workload."""
+    server = servers.get(PLAIN)
+    answers = {
+        "conversation": workloads.converse(server)[0],
+        "ragged": token_ids(server.generate(*workloads.ragged_batch())),
+        "seeded": token_ids(server.generate(*workloads.seeded_batch())),
+        "sampled": token_ids(server.generate(*workloads.sampled_batch(seeds=True))),
+    }
+    server.assert_all_slots_are_back()
+    return answers
+
+
+@pytest.fixture
+def dflash(plain, servers):
+    return servers.get(DFLASH)
+
+
+@pytest.fixture
+def ddtree(plain, servers):
+    server = servers.get(DDTREE)
+    yield server
+    server.assert_all_slots_are_back()
+
+
+@pytest.fixture
+def paged(plain, servers):
+    server = servers.get(PAGED, STRICT)
+    yield server
+    server.assert_all_slots_are_back()
+
+
+def greedy_answers(server, expected):
+    """20 prompts of many lengths at once -> (token ids, verify steps)"""
+    outputs = server.generate([entry["prompt"] for entry in expected], GREEDY | {"max_new_tokens": 128})
+    return token_ids(outputs), [output["meta_info"].get("spec_verify_ct") for output in outputs]
+
+
+def check_greedy(server, expected, walk):
+    """Tokens and verify steps of 20 prompts x 128 tokens, against the walk computed in torch."""
+    tokens, steps = greedy_answers(server, expected)
+    assert tokens == [entry["tokens"] for entry in expected]
+    if walk != "plain":
+        assert steps == [entry["steps"][walk] for entry in expected]
+
+
+def test_plain_decoding(plain, servers, expected):
+    check_greedy(servers.get(PLAIN), expected, "plain")
+
+
+def test_dflash_takes_the_counted_steps(dflash, expected):
+    check_greedy(dflash, expected, "chain")
+    dflash.assert_all_slots_are_back()
+
+
+def test_tree_of_32_takes_the_counted_steps(ddtree, expected):
+    """20 requests at once, overlap scheduling on, page size 1."""
+    check_greedy(ddtree, expected, "tree32")
+
+
+def test_conversation_reads_the_prefix_cache(ddtree, plain):
+    answers, cached = workloads.converse(ddtree)
+    assert answers == plain["conversation"]
+    assert all(later > earlier for earlier, later in zip(cached, cached[1:], strict=False))
+    # A second time everything but the last token is cached, KV that trees wrote and compaction moved.
+    assert workloads.converse(ddtree)[0] == plain["conversation"]
+
+
+def test_ragged_batch(ddtree, plain):
+    assert token_ids(ddtree.generate(*workloads.ragged_batch())) == plain["ragged"]
+
+
+def test_stop_string_inside_an_accepted_path(ddtree, expected):
+    """The answer ends at the string although the step accepted tokens beyond it."""
+    entry = expected[0]
+    (whole,) = ddtree.generate([entry["prompt"]], GREEDY | {"max_new_tokens": 128})
+    text = whole["text"]
+    cut_inside = 0
+    for start in range(20, 100, 9):
+        stop = text[start : start + 3]
+        (output,) = ddtree.generate([entry["prompt"]], GREEDY | {"max_new_tokens": 128, "stop": stop})
+        assert output["text"] == text[: text.index(stop)]
+        assert output["meta_info"]["finish_reason"]["matched"] == stop
+        histogram = output["meta_info"]["spec_correct_drafts_histogram"]
+        committed = sum(count * (drafts + 1) for drafts, count in enumerate(histogram)) + 1
+        cut_inside += committed > output["meta_info"]["completion_tokens"]
+    assert cut_inside, "no stop string fell inside an accepted path"
+
+
+def test_abort_in_the_middle(ddtree):
+    request_id = "aborted-request"
+    done = threading.Event()
+    reply = {}
+
+    def ask():
+        response = ddtree.post(
+            "/generate", text="def f(", rid=request_id, sampling_params=GREEDY | {"max_new_tokens": 3500}
+        )
+        reply["reason"] = response.json().get("meta_info", {}).get("finish_reason", {}).get("type", response.text)
+        done.set()
+
+    threading.Thread(target=ask, daemon=True).start()
+    deadline = time.monotonic() + 30
+    while ddtree.used_slots() < 100 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ddtree.used_slots() >= 100, "the request did not run"
+    assert requests.post(f"{ddtree.url}/abort_request", json={"rid": request_id}, timeout=30).status_code == 200
+    assert done.wait(30)
+    assert "abort" in reply["reason"]
+    ddtree.assert_all_slots_are_back()
+    (output,) = ddtree.generate(["def f("], GREEDY | {"max_new_tokens": 8})
+    assert len(output["output_ids"]) == 8
+
+
+def test_logprobs_are_of_the_accepted_path(ddtree, expected):
+    """The log-probability of each greedy token is the largest one at its place, whatever node it came from."""
+    (output,) = ddtree.generate(
+        [expected[0]["prompt"]], GREEDY | {"max_new_tokens": 48}, return_logprob=True, top_logprobs_num=2
+    )
+    info = output["meta_info"]
+    assert [token for _, token, _ in info["output_token_logprobs"]] == expected[0]["tokens"][:48]
+    for (logprob, token, _), top in zip(info["output_token_logprobs"], info["output_top_logprobs"], strict=True):
+        assert top[0][1] == token
+        assert top[0][0] == pytest.approx(logprob, abs=1e-4)
+        assert top[0][0] > top[1][0]
+
+
+def test_structured_output(ddtree):
+    (output,) = ddtree.generate(
+        ["value = "], {"temperature": 0, "max_new_tokens": 24, "regex": "[a-c]{3}(x|yz)+[0-9]{4}"}
+    )
+    head, rest = output["text"][:3], output["text"][3:]
+    assert set(head) <= set("abc")
+    assert rest.startswith(("x", "yz"))
+
+
+def test_temperature_one_samples_the_plain_distribution(ddtree, plain):
+    """Chi-square of two samples of 600, at a level of 1e-4 for each of the tokens that a verification drew. The draws
+    are independent: the plain server samples by seeds, this one by torch's generator."""
+    drawn = token_ids(ddtree.generate(*workloads.sampled_batch(seeds=False)))
+    for place in range(1, workloads.SAMPLED_TOKENS):  # token 0 comes from the prefill
+        ours, theirs = ([answer[place] for answer in answers] for answers in (drawn, plain["sampled"]))
+        table = contingency(ours, theirs)
+        assert len(table) >= 4, "a few tokens have all the probability: the test says nothing"
+        assert chi_square_p(table) > 1e-4, (place, table)
+
+
+def contingency(ours, theirs):
+    """[[count of ours, count of theirs]] for each token seen 20 times or more, and one for all others."""
+    both = Counter(ours) + Counter(theirs)
+    common = [token for token, count in both.items() if count >= 20]
+    table = [[ours.count(token), theirs.count(token)] for token in common]
+    rest = [len(sample) - sum(column) for sample, column in zip((ours, theirs), zip(*table, strict=True), strict=True)]
+    return table + [rest] if sum(rest) else table
+
+
+def chi_square_p(table):
+    """Probability of a table at least this uneven, if both columns are of one distribution."""
+    columns = [sum(column) for column in zip(*table, strict=True)]
+    statistic = 0.0
+    for row in table:
+        for count, column in zip(row, columns, strict=True):
+            mean = sum(row) * column / sum(columns)
+            statistic += (count - mean) ** 2 / mean
+    half_freedom = torch.tensor((len(table) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(half_freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
+
+
+def test_chi_square_tells_distributions_apart():
+    assert chi_square_p([[310, 290], [200, 215], [90, 95]]) > 0.1
+    assert chi_square_p([[310, 220], [200, 285], [90, 95]]) < 1e-4
+    # One degree of freedom has a closed form; the statistic of this table is 50 / 63.
+    assert chi_square_p([[10, 20], [30, 40]]) == pytest.approx(math.erfc(math.sqrt(25 / 63)))
+
+
+def test_seeded_sampling_is_plain_sampling_token_for_token(paged, plain):
+    outputs = paged.generate(*workloads.seeded_batch())
+    assert token_ids(outputs) == plain["seeded"]
+    assert sum(meta(outputs, "spec_verify_ct")) < 0.95 * 12 * 31, "hardly any draft was accepted"
+
+
+def test_tree_of_16_in_pages_without_overlap(paged, expected):
+    """A pool of 1024 slots: few requests at a time, chunked prefill, pages of 16."""
+    some = [entry for entry in expected if entry["prompt_tokens"] < 600][:6]
+    assert len(some) == 6
+    check_greedy(paged, some, "tree16")
+
+
+def test_full_pool_retracts_and_answers_the_same(paged, plain):
+    outputs = paged.generate(*workloads.ragged_batch())
+    assert token_ids(outputs) == plain["ragged"]
+    assert sum(meta(outputs, "num_retractions")) > 0, "the pool was large enough for all"
+    assert workloads.converse(paged)[0] == plain["conversation"]
