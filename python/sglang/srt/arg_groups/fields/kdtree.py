@@ -42,9 +42,15 @@ class KDTreeMemory(msgspec.Struct):
 
     kv_defrag: A[
         Literal["off", "tier0", "tier1"],
-        "How KV slots are kept together: off = as they are freed, tier0 = allocated "
-        "in ascending order, tier1 = also moved at run time (not available yet).",
+        "How the KV slots of a request are kept together: off = upstream's order, "
+        "tier0 = allocated in runs, ascending, tier1 = tier0, and slots of running "
+        "requests are moved together under --kv-defrag-copy-budget.",
     ] = "off"
+    kv_defrag_copy_budget: A[
+        str,
+        "--kv-defrag tier1 only. Bytes of KV that may be moved after each step, over "
+        "all layers and pools of a rank, such as 64M or 1G.",
+    ] = "64M"
 
 
 KDTREE_NAMESPACES = [KDTreeSpec, KDTreeKernel, KDTreeMemory]

@@ -1,0 +1,447 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Allocators that hand out slots run by run.
+
+Upstream appends freed slots to the free list, so that its order decays to the
+order of the frees; ``need_sort`` restores ascending order when the list runs dry.
+Here the list is kept by *runs* and is rearranged when a prefill is about to
+allocate and when the server is idle:
+
+- ``alloc`` of a decode step is a slice of the head, ``free`` is one copy of the
+  freed indices and a list append; neither depends on the size of the free list.
+- ``alloc`` of a prefill takes the shortest run that holds all of it, or else the
+  fewest runs, ascending.
+
+The host never learns a slot number. The list, its order and its runs are device
+tensors of host-known length, so nothing waits for the device, and ranks that see
+the same sequence of calls hand out the same slots.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.defrag.slot_runs import arrange, longest_runs
+from sglang.srt.utils import get_num_new_pages
+
+# Share of the pool that an eviction makes free beyond what it was asked for. With a
+# prefix cache the pool is full of evictable slots, and the free set is what was
+# evicted a moment ago: without a reserve there is nothing to choose from.
+FREE_RESERVE = 1 / 16
+# Decode steps whose slots are laid out at once. Of 8, 16, 32 and 64 the churn
+# benchmark left the fewest runs at 16: longer columns rarely fit a nearly full pool.
+STRIPE_STEPS = 16
+# Freed pieces kept apart before they are joined. Arbitrary: it bounds the operands
+# of one torch.cat, and joining costs one copy of the freed units.
+_MAX_PIECES = 512
+
+
+class FreeRuns:
+    """The free units (slots, or pages) of one pool.
+
+    ``head``    arranged by runs; handed out from the front.
+    ``fresh``   freed since the last ``age()``; a finished request may still be a
+                row of a batch on the device that writes them.
+    ``aged``    freed before it; nothing on the device touches them any more.
+    ``stripes`` [steps, n]: the slots of the next decode steps of a batch of n. A
+                column belongs to one request and is a run where the list is one,
+                so that requests which decode together do not interleave.
+    ``lent``    set aside as targets of a relocation: free, and taken back when
+                nothing else is left.
+    """
+
+    def __init__(self, *, device: str, short_runs_first: bool):
+        self.device = device
+        self.short_runs_first = short_runs_first
+        self.loan = 0
+        self.arrangement = 0
+        self.reset(0)
+
+    def reset(self, count: int) -> None:
+        # Unit 0 takes the writes of padded rows.
+        self.head = torch.arange(1, count + 1, dtype=torch.int64, device=self.device)
+        self.fresh: list[torch.Tensor] = []
+        self.aged: list[torch.Tensor] = []
+        self.stripes: Optional[torch.Tensor] = None
+        self._stripe = 0  # The next one.
+        self._columns: list[int] = []
+        self.lent: Optional[torch.Tensor] = None
+        self.num_released = 0
+        # Which loan ``lent`` belongs to; a loan that was called back is void.
+        self.loan += 1
+        # A position counts from the front of the list as last put in order.
+        self.arrangement += 1
+        self._arranged_len = count
+
+    def __len__(self) -> int:
+        lent = 0 if self.lent is None else len(self.lent)
+        return len(self.head) + self.num_released + self._num_striped() + lent
+
+    def all(self) -> torch.Tensor:
+        lent = [] if self.lent is None else [self.lent]
+        striped = [] if self.stripes is None else [self._striped()]
+        return torch.cat([self.head, *self.aged, *self.fresh, *striped, *lent])
+
+    def _num_striped(self) -> int:
+        if self.stripes is None:
+            return 0
+        steps, width = self.stripes.shape
+        return (steps - self._stripe) * width
+
+    def _striped(self) -> torch.Tensor:
+        return self.stripes[self._stripe :].reshape(-1)
+
+    def end_stripes(self) -> None:
+        if self._num_striped():
+            # Ascending again: columns are runs.
+            self.push(self.stripes[self._stripe :].t().reshape(-1))
+        self.stripes, self._columns = None, []
+
+    def next_stripe(self, rows: list[int]) -> Optional[torch.Tensor]:
+        """One slot for each of ``rows``, behind the slot it got the step before;
+        None if there are too few slots to lay out two steps."""
+        if rows != self._columns or self._stripe == len(self.stripes):
+            self._lay_out(rows)
+        if self.stripes is None:
+            return None
+        self._stripe += 1
+        return self.stripes[self._stripe - 1]
+
+    def _lay_out(self, rows: list[int]) -> None:
+        left = 0 if self.stripes is None else len(self.stripes) - self._stripe
+        width = len(rows)
+        column_of = {row: column for column, row in enumerate(self._columns)}
+        joined = [row for row in rows if row not in column_of]
+        if left < 2 or len(joined) == width or len(joined) * left > len(self.head):
+            self.end_stripes()
+            steps = min(STRIPE_STEPS, len(self.head) // width)
+            if steps > 1:
+                self.stripes = self._columns_of(width, steps).contiguous()
+                self._stripe, self._columns = 0, rows
+            return
+        columns = self.stripes[self._stripe :]
+        if joined:
+            columns = torch.cat([columns, self._columns_of(len(joined), left)], dim=1)
+            first = len(self._columns)
+            column_of.update((row, first + i) for i, row in enumerate(joined))
+        order = [column_of.pop(row) for row in rows]
+        index = torch.tensor(order + list(column_of.values()), dtype=torch.int64)
+        if columns.is_cuda:
+            index = index.pin_memory().to(columns.device, non_blocking=True)
+        columns = columns.index_select(1, index)
+        if column_of:
+            self.push(columns[:, width:].t().reshape(-1))
+        self.stripes = columns[:, :width].contiguous()
+        self._stripe, self._columns = 0, rows
+
+    def _columns_of(self, width: int, steps: int) -> torch.Tensor:
+        """[steps, width] off the head, each column a piece of the list."""
+        block = self.head[: width * steps]
+        self.head = self.head[width * steps :]
+        return block.view(width, steps).t()
+
+    def push(self, units: torch.Tensor) -> None:
+        """Take back units; the caller gives up the tensor."""
+        self.fresh.append(units)
+        self.num_released += len(units)
+        if len(self.fresh) >= _MAX_PIECES:
+            self.fresh = [torch.cat(self.fresh)]
+
+    def age(self) -> None:
+        """What has been freed so far is no longer written by any batch."""
+        self.aged += self.fresh
+        self.fresh = []
+        if len(self.aged) >= _MAX_PIECES:
+            self.aged = [torch.cat(self.aged)]
+
+    def ensure(self, count: int) -> bool:
+        """Whether the head holds ``count`` units. A head that is too short gets
+        what was freed appended, in the order of the frees: no sort on this path.
+        Units on loan go back last, and the loan is void."""
+        if count > len(self.head):
+            self.end_stripes()
+        if count > len(self.head) and self.num_released:
+            self._append([*self.aged, *self.fresh])
+            self.aged, self.fresh, self.num_released = [], [], 0
+        if count > len(self.head) and self.lent is not None:
+            self._append([self.lent])
+            self.lent = None
+            self.loan += 1
+        return count <= len(self.head)
+
+    def _append(self, pieces: list[torch.Tensor]) -> None:
+        before = len(self.head)
+        self.head = torch.cat([self.head, *pieces])
+        self._arranged_len += len(self.head) - before
+
+    def rearrange(self, *, need: Optional[int] = None, aged_only: bool = False) -> None:
+        """Merge what was freed into the list and put the list in order."""
+        merged = self.aged if aged_only else self.aged + self.fresh
+        self.fresh = self.fresh if aged_only else []
+        self.aged = []
+        self.num_released = sum(len(piece) for piece in self.fresh)
+        units = torch.cat([self.head, *merged]) if merged else self.head
+        self.head = arrange(
+            units, need=need, short_runs_first=self.short_runs_first
+        )
+        self.arrangement += 1
+        self._arranged_len = len(self.head)
+
+    def longest(self, count: int) -> torch.Tensor:
+        """``longest_runs`` of the head; positions are those of ``lend``."""
+        table = longest_runs(self.head, count)
+        table[0] += self._arranged_len - len(self.head)
+        return table
+
+    def lend(
+        self, spans: list[tuple[int, int]], *, arrangement: int
+    ) -> Optional[torch.Tensor]:
+        """Set aside the (position, length) ``spans``, in that order.
+
+        None, and nothing changes, when the list has been put in another order
+        since, when a span has been handed out, or when units are lent already.
+        """
+        popped = self._arranged_len - len(self.head)
+        if (
+            arrangement != self.arrangement
+            or self.lent is not None
+            or any(position < popped for position, _ in spans)
+        ):
+            return None
+        spans = [(position - popped, length) for position, length in spans]
+        kept, at = [], 0
+        for position, length in sorted(spans):
+            assert at <= position and position + length <= len(self.head), spans
+            kept.append(self.head[at:position])
+            at = position + length
+        self.lent = torch.cat([self.head[p : p + length] for p, length in spans])
+        self.loan += 1
+        self.head = torch.cat([*kept, self.head[at:]])
+        self.arrangement += 1
+        self._arranged_len = len(self.head)
+        return self.lent
+
+    def take_lent(self, count: int) -> None:
+        """The next ``count`` lent units have an owner now."""
+        self.lent = self.lent[count:]
+
+    def skip_lent(self, count: int) -> None:
+        """The next ``count`` lent units are not needed after all."""
+        skipped, self.lent = self.lent[:count], self.lent[count:]
+        if len(skipped):
+            self.push(skipped)
+
+    def end_loan(self) -> None:
+        if self.lent is not None:
+            self.skip_lent(len(self.lent))
+            self.lent = None
+            self.loan += 1
+
+
+class ContiguousTokenAllocator(TokenToKVPoolAllocator):
+    """``TokenToKVPoolAllocator`` over ``FreeRuns``: page size 1."""
+
+    def __init__(
+        self,
+        size: int,
+        dtype: torch.dtype,
+        device: str,
+        kvcache,
+        *,
+        short_runs_first: bool = False,
+    ):
+        self.runs = FreeRuns(device=device, short_runs_first=short_runs_first)
+        # The scheduler sizes a prefill batch, and only then allocates it.
+        self._prefill_is_next = False
+        self._decode_rows: Optional[list[int]] = None
+        super().__init__(size, dtype, device, kvcache, need_sort=False)
+
+    @property
+    def free_pages(self) -> torch.Tensor:
+        return self.runs.head
+
+    @free_pages.setter
+    def free_pages(self, units: Optional[torch.Tensor]) -> None:
+        if units is not None:
+            self.runs.head = units
+
+    def clear(self) -> None:
+        self.runs.reset(self.size)
+        self.free_group = None
+
+    def available_size(self) -> int:
+        return len(self.runs)
+
+    def get_all_free_pages(self) -> torch.Tensor:
+        return self.runs.all()
+
+    def merge_and_sort_free(self) -> None:
+        self.runs.rearrange()
+
+    def create_prefill_budget(self, tree_cache, *, num_mixed_decode_tokens=0):
+        self._prefill_is_next = True
+        return super().create_prefill_budget(
+            tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens
+        )
+
+    def check_decode_capacity(
+        self, *, num_tokens: int, tree_cache, requests=None, spec_algorithm=None
+    ) -> bool:
+        self._prefill_is_next = False
+        self._decode_rows = None
+        if requests and (spec_algorithm is None or spec_algorithm.is_none()):
+            # The next alloc hands out one slot for each, in this order.
+            self._decode_rows = [req.kv.req_pool_idx for req in requests]
+        return super().check_decode_capacity(
+            num_tokens=num_tokens,
+            tree_cache=tree_cache,
+            requests=requests,
+            spec_algorithm=spec_algorithm,
+        )
+
+    def evict_to_free_tokens(self, tree_cache, num_tokens: int) -> Optional[bool]:
+        if num_tokens > self.available_size():
+            num_tokens += int(self.size * FREE_RESERVE)
+        return super().evict_to_free_tokens(tree_cache, num_tokens)
+
+    def alloc(self, need_size: int) -> Optional[torch.Tensor]:
+        if self._prefill_is_next:
+            self._prefill_is_next = False
+            self.runs.rearrange(need=need_size)
+        runs = self.runs
+        rows, self._decode_rows = self._decode_rows, None
+        if rows is not None and len(rows) == need_size:
+            slots = runs.next_stripe(rows)
+            if slots is not None:
+                return slots
+        if need_size > len(runs.head) and not runs.ensure(need_size):
+            return None
+        slots = runs.head[:need_size]
+        runs.head = runs.head[need_size:]
+        return slots
+
+    def free(self, free_index: torch.Tensor) -> None:
+        if free_index.numel() == 0:
+            return
+        if self.free_group is not None:
+            self.free_group.append(self._copy_for_free_group(free_index))
+            return
+        # The caller's tensor may be a view of a row that is about to be rewritten.
+        self.runs.push(free_index.to(torch.int64, copy=True))
+
+
+class ContiguousPagedAllocator(PagedTokenToKVPoolAllocator):
+    """``PagedTokenToKVPoolAllocator`` over ``FreeRuns``: the units are whole pages."""
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: str,
+        kvcache,
+        *,
+        short_runs_first: bool = False,
+    ):
+        self.runs = FreeRuns(device=device, short_runs_first=short_runs_first)
+        self._prefill_is_next = False
+        super().__init__(size, page_size, dtype, device, kvcache, need_sort=True)
+
+    @property
+    def free_pages(self) -> torch.Tensor:
+        return self.runs.head
+
+    @free_pages.setter
+    def free_pages(self, units: Optional[torch.Tensor]) -> None:
+        if units is not None:
+            self.runs.head = units
+
+    def clear(self) -> None:
+        self.runs.reset(self.num_pages)
+        self.free_group = None
+        self.free_page_ids_group = []
+
+    def available_size(self) -> int:
+        return len(self.runs) * self.page_size
+
+    def get_all_free_pages(self) -> torch.Tensor:
+        return self.runs.all()
+
+    def merge_and_sort_free(self) -> None:
+        # Upstream calls this where a request may not fit the head. Each caller
+        # below has made sure of that already, without a sort.
+        pass
+
+    def create_prefill_budget(self, tree_cache, *, num_mixed_decode_tokens=0):
+        self._prefill_is_next = True
+        return super().create_prefill_budget(
+            tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens
+        )
+
+    def check_decode_capacity(self, **kwargs) -> bool:
+        self._prefill_is_next = False
+        return super().check_decode_capacity(**kwargs)
+
+    def evict_to_free_tokens(self, tree_cache, num_tokens: int) -> Optional[bool]:
+        if num_tokens > self.available_size():
+            num_tokens += int(self.size * FREE_RESERVE)
+        return super().evict_to_free_tokens(tree_cache, num_tokens)
+
+    def alloc(self, need_size: int) -> Optional[torch.Tensor]:
+        if self._prefill_is_next:
+            self._prefill_is_next = False
+            self.runs.rearrange(need=need_size // self.page_size)
+        if not self.runs.ensure(need_size // self.page_size):
+            return None
+        return super().alloc(need_size)
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        num_new_pages: Optional[int] = None,
+    ) -> Optional[torch.Tensor]:
+        if num_new_pages is None:
+            num_new_pages = get_num_new_pages(
+                seq_lens=seq_lens_cpu,
+                page_size=self.page_size,
+                prefix_lens=prefix_lens_cpu,
+            )
+        if self._prefill_is_next:
+            self._prefill_is_next = False
+            self.runs.rearrange(need=num_new_pages)
+        if not self.runs.ensure(num_new_pages):
+            return None
+        return super().alloc_extend(
+            prefix_lens,
+            prefix_lens_cpu,
+            seq_lens,
+            seq_lens_cpu,
+            last_loc,
+            extend_num_tokens,
+            num_new_pages=num_new_pages,
+        )
+
+    def alloc_decode(
+        self,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+    ) -> Optional[torch.Tensor]:
+        num_new_pages = get_num_new_pages(
+            seq_lens=seq_lens_cpu, page_size=self.page_size, decode=True
+        )
+        if not self.runs.ensure(num_new_pages):
+            return None
+        return super().alloc_decode(seq_lens, seq_lens_cpu, last_loc)
+
+    def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
+        for ids in page_ids:
+            self.runs.push(ids.to(torch.int64))

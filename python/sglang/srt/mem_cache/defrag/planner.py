@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which slots to move where: a pure function over host integers.
+
+Every rank computes the same plan from the same lengths and the same free list.
+A unit is a slot, or a whole page where the page size is above 1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional, Sequence
+
+import numpy as np
+
+
+class Row(NamedTuple):
+    """Units [first, first + len(units)) of one request's row."""
+
+    key: int
+    first: int
+    units: np.ndarray
+    before: int  # The unit in front of ``first``, -1 at the start of the row.
+
+
+class FreeRun(NamedTuple):
+    position: int  # In the free list; what ``FreeRuns.lend`` takes.
+    start: int
+    length: int
+
+
+class Move(NamedTuple):
+    """Units [lo, hi) of row ``key`` go to the free list's [position, position + n)."""
+
+    key: int
+    lo: int
+    hi: int
+    position: int
+
+
+class Plan(NamedTuple):
+    moves: list[Move]
+    # key -> up to where the row needs no second look.
+    settled: dict[int, int]
+
+
+def run_bounds(units: np.ndarray) -> np.ndarray:
+    """Offsets at which a run starts, and the length at the end."""
+    breaks = np.flatnonzero(units[1:] != units[:-1] + 1) + 1
+    return np.concatenate(([0], breaks, [len(units)]))
+
+
+def short_spans(
+    row: Row, *, block: int, planned: Optional[np.ndarray] = None
+) -> list[tuple[int, int]]:
+    """Maximal offset ranges of ``row`` that consist of runs shorter than ``block``.
+
+    A first run that continues the unit before the row is part of a run that was
+    looked at before, and is not short. Units in ``planned`` are not short either:
+    another request that shares them moves them.
+    """
+    if len(row.units) == 0:
+        return []
+    bounds = run_bounds(row.units)
+    lengths = np.diff(bounds)
+    short = lengths < block
+    if row.before >= 0 and row.units[0] == row.before + 1:
+        short[0] = False
+    mask = np.repeat(short, lengths)
+    if planned is not None and len(planned):
+        mask &= ~np.isin(row.units, planned)
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.view(np.int8), [0]))))
+    return [(int(lo), int(hi)) for lo, hi in edges.reshape(-1, 2)]
+
+
+class _Targets:
+    """The free runs, as they are used up."""
+
+    def __init__(self, runs: Sequence[FreeRun]):
+        self.runs = [run for run in runs if run.length > 0]
+
+    def take(self, *, need: int, after: int, block: int) -> Optional[FreeRun]:
+        """A target of at most ``need`` units and at least ``block``: the run right
+        behind unit ``after``, else the shortest that holds all, else the longest."""
+        usable = [i for i, run in enumerate(self.runs) if run.length >= block]
+        if not usable:
+            return None
+        behind = [i for i in usable if self.runs[i].start == after + 1]
+        fitting = [i for i in usable if self.runs[i].length >= need]
+        if behind:
+            index = behind[0]
+        elif fitting:
+            index = min(fitting, key=lambda i: (self.runs[i].length, i))
+        else:
+            index = max(usable, key=lambda i: (self.runs[i].length, -i))
+        run = self.runs[index]
+        taken = run._replace(length=min(need, run.length))
+        self.runs[index] = FreeRun(
+            run.position + taken.length,
+            run.start + taken.length,
+            run.length - taken.length,
+        )
+        return taken
+
+
+def make_plan(
+    rows: Sequence[Row], free: Sequence[FreeRun], *, block: int, max_units: int
+) -> Plan:
+    """Moves that turn spans of short runs into runs of at least ``block`` units.
+
+    A span shorter than ``block`` stays: at the end of a row it is still growing,
+    inside a row no move makes a block of it. At most ``max_units`` are moved.
+    """
+    targets = _Targets(free)
+    moves: list[Move] = []
+    settled: dict[int, int] = {}
+    planned = np.empty(0, dtype=np.int64)
+    left = max_units
+    for row in rows:
+        end = len(row.units)
+        settled[row.key] = row.first + end
+        for lo, hi in short_spans(row, block=block, planned=planned):
+            while hi - lo >= block and left >= block:
+                after = int(row.units[lo - 1]) if lo else row.before
+                taken = targets.take(need=min(hi - lo, left), after=after, block=block)
+                if taken is None:
+                    break
+                moves.append(
+                    Move(
+                        row.key,
+                        row.first + lo,
+                        row.first + lo + taken.length,
+                        taken.position,
+                    )
+                )
+                planned = np.union1d(planned, row.units[lo : lo + taken.length])
+                lo += taken.length
+                left -= taken.length
+            if hi - lo >= block or (hi == end and lo < hi):
+                settled[row.key] = row.first + lo
+                break
+    return Plan(moves, settled)
