@@ -207,9 +207,10 @@ class StepCounter:
             else:
                 accepted, margin = self._accept_tree(start, wanted, nodes)
             result.starts.append(start)
-            result.lengths.append(accepted + 1)
+            length = min(accepted + 1, len(self.tokens) - 1 - start)  # no bonus token after the last one
+            result.lengths.append(length)
             result.margin = min(result.margin, margin)
-            start += accepted + 1
+            start += length
         return result
 
 
