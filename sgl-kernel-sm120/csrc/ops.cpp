@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every CUDA registration. Schemas, CPU and fake kernels are in python/sgl_kernel_sm120.
+#include "api/ddtree_build.h"
 #include "api/kv_move_all_layers.h"
 #include "api/mla_tree_verify.h"
 #include "api/pack_tree_mask.h"
+#include "api/tree_accept.h"
 
 namespace sgl_kernel_sm120 {
 namespace {
@@ -22,6 +24,8 @@ void implement(TorchLibraryHandle library, const char* name) {
   implement<api::mla_tree_verify>(library, "mla_tree_verify");
   implement<api::mla_tree_verify_plan>(library, "mla_tree_verify_plan");
 #endif
+  implement<api::ddtree_build>(library, "ddtree_build");
+  implement<api::tree_accept>(library, "tree_accept");
   implement<api::pack_tree_mask>(library, "pack_tree_mask");
   implement<api::kv_move_all_layers>(library, "kv_move_all_layers");
   return true;

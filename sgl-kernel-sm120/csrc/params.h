@@ -57,6 +57,31 @@ struct MlaTreeVerifyPlanParams {
   bool has_draft_slots;
 };
 
+struct DdtreeBuildParams {
+  const int64_t* root;     // [b]
+  const int64_t* ids;      // [b, depths, k]
+  const float* log_probs;  // [b, depths, k], best first
+  int64_t* tokens;         // [b, n]
+  int32_t* parents;        // [b, n]
+  int32_t* depth;          // [b, n]
+  int32_t* first_child;    // [b, n]
+  int32_t* next_sibling;   // [b, n]
+  uint8_t* visible;        // [b, n, n]
+  int32_t* used;           // [b]
+  int32_t b, depths, k, n;
+};
+
+struct TreeAcceptParams {
+  const int64_t* tokens;         // [b, n]
+  const int32_t* parents;        // [b, n]
+  const int64_t* target_tokens;  // [b, n]
+  int64_t* path;                 // [b, max_len]
+  int32_t* accept_len;           // [b]
+  int64_t* out_tokens;           // [b, max_len]
+  int64_t* bonus;                // [b]
+  int32_t b, n, max_len;
+};
+
 struct PackTreeMaskParams {
   const uint8_t* visible;  // [rows, n], nonzero = visible; rows = b * n
   uint64_t* words;         // [rows, ceil(n / 64)]

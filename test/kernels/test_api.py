@@ -12,7 +12,7 @@ from kernels.cases import Case, make_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sgl_kernel_sm120
-from sgl_kernel_sm120 import MaskLayout, Status
+from sgl_kernel_sm120 import MaskLayout, Status, _library
 
 OPS = torch.ops.sgl_kernel_sm120
 REPOSITORY = Path(__file__).parents[2]
@@ -294,19 +294,33 @@ def test_plan_and_workspace_are_empty_on_the_cpu():
     assert sgl_kernel_sm120.mla_tree_verify_workspace_bytes(1, 9, 8, device="cpu") == 0
 
 
-def test_an_op_without_a_cuda_kernel_says_so():
-    """Fake CUDA tensors need no GPU."""
-    missing = set(SCHEMAS) - set(sgl_kernel_sm120.cuda_available_ops())
-    assert "ddtree_build" in missing and "tree_accept" in missing, (
-        "an op has got a CUDA kernel: extend this test and the README"
-    )
+@pytest.mark.parametrize("library, reason", [(True, "it has no CUDA kernel"), (False, "has the CPU ops only")])
+def test_an_op_without_a_cuda_kernel_says_so(monkeypatch, tmp_path, library, reason):
+    """No silent torch path on a GPU. Fake CUDA tensors need none."""
+    path = tmp_path / "library.so"
+    if library:
+        path.touch()
+    monkeypatch.setattr(_library, "LIBRARY_PATH", path)
+    monkeypatch.setattr(_library, "has_cuda_kernel", lambda name: False)
     with FakeTensorMode():
         root = torch.empty(2, dtype=torch.int64, device="cuda")
         nodes = torch.empty(2, 3, dtype=torch.int64, device="cuda")
-        with pytest.raises(NotImplementedError, match="sgl_kernel_sm120::ddtree_build: expected CPU tensors, got cuda"):
-            sgl_kernel_sm120.ddtree_build(root, nodes, nodes, 4)
-        with pytest.raises(NotImplementedError, match="sgl_kernel_sm120::tree_accept: expected CPU tensors, got cuda"):
-            sgl_kernel_sm120.tree_accept(nodes, nodes, nodes, 1)
+        cube = torch.empty(2, 3, 3, dtype=torch.bool, device="cuda")
+        q = torch.empty(2, 3, 8, 576, dtype=torch.bfloat16, device="cuda")
+        calls = {
+            "mla_tree_verify": lambda: sgl_kernel_sm120.mla_tree_verify(q, q, root, root, sm_scale=1.0),
+            "mla_tree_verify_plan": lambda: sgl_kernel_sm120.mla_tree_verify_plan(root, 5, s_q=1, h_q=1),
+            "kv_move_all_layers": lambda: sgl_kernel_sm120.kv_move_all_layers([nodes], root, root),
+            "ddtree_build": lambda: sgl_kernel_sm120.ddtree_build(root, cube, cube, 4),
+            "tree_accept": lambda: sgl_kernel_sm120.tree_accept(nodes, nodes, nodes, 1),
+            "pack_tree_mask": lambda: sgl_kernel_sm120.pack_tree_mask(cube),
+        }
+        assert set(calls) == set(SCHEMAS)
+        for name, call in calls.items():
+            with pytest.raises(
+                NotImplementedError, match=f"sgl_kernel_sm120::{name}: expected CPU tensors, got cuda.*{reason}"
+            ):
+                call()
 
 
 def test_build_info_is_consistent():
@@ -348,7 +362,7 @@ needs_library = pytest.mark.skipif(not sgl_kernel_sm120.build_info()["library"],
 
 
 @needs_library
-@pytest.mark.parametrize("name", ["pack_tree_mask", "kv_move_all_layers"])
+@pytest.mark.parametrize("name", sgl_kernel_sm120.cuda_available_ops())
 def test_cuda_kernel_refuses_cpu_tensors(name):
     """The CUDA implementation, called on CPU tensors: the argument check, not a crash."""
     cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)

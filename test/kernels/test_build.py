@@ -92,7 +92,10 @@ def test_dynamic_shared_memory_comes_from_the_symbol_table():
     [
         ("void sgl_kernel_sm120::kv_move_kernel<16>(sgl_kernel_sm120::KvMoveParams, int)", "kv_move_kernel<16>"),
         ("sgl_kernel_sm120::pack_tree_mask_kernel(sgl_kernel_sm120::PackTreeMaskParams)", "pack_tree_mask_kernel"),
-        ("void sgl_kernel_sm120::op::k<sgl_kernel_sm120::op::C<(bool)1, (int)2> >(void (*)(int))", "k<C<(bool)1, (int)2>>"),
+        (
+            "void sgl_kernel_sm120::op::k<sgl_kernel_sm120::op::C<(bool)1, (int)2> >(void (*)(int))",
+            "k<C<(bool)1, (int)2>>",
+        ),
     ],
 )
 def test_kernel_names_are_short(full, name):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kernels.cases import encode_mask, make_tree
 
 from sgl_kernel_sm120 import (
+    DraftTree,
     MaskLayout,
     ddtree_build,
     pack_tree_mask,
@@ -21,6 +22,7 @@ from sgl_kernel_sm120 import (
 )
 
 VOCABULARY = 5000
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def heap_paths(log_probs, budget):
@@ -45,13 +47,14 @@ def heap_paths(log_probs, budget):
     return best
 
 
-def check_against_heap(log_probs, num_nodes, seed=0):
+def check_against_heap(log_probs, num_nodes, seed=0, device="cpu"):
     """Everything that DraftTree promises, for a batch of log-probabilities [b, D, K]."""
     b, depths, k = log_probs.shape
     generator = torch.Generator().manual_seed(seed)
     ids = torch.rand(b, depths, VOCABULARY, generator=generator).argsort(dim=-1)[..., :k]
     root = torch.randint(0, VOCABULARY, (b,), generator=generator)
-    tree = ddtree_build(root, ids, log_probs, num_nodes)
+    tree = ddtree_build(root.to(device), ids.to(device), log_probs.to(device), num_nodes)
+    tree = DraftTree(*(t.cpu() for t in tree))
     for r in range(b):
         # Breadth-first: by depth, then lexicographic.
         paths = [()] + sorted(heap_paths(log_probs[r].numpy(), num_nodes - 1), key=lambda p: (len(p), p))
@@ -109,19 +112,54 @@ def test_builder_is_exact_where_fp32_sums_collide(data):
     check_against_heap(scores.sort(dim=-1, descending=True).values + 0.0, data.draw(st.integers(2, 40)))
 
 
-@pytest.mark.parametrize(
-    "num_nodes, depths, k", [(1, 7, 4), (1, 0, 4), (5, 0, 4), (128, 31, 64), (2, 1, 1), (128, 1, 1)]
-)
-def test_builder_corner_sizes(num_nodes, depths, k):
+SIZES = [(1, 7, 4), (1, 0, 4), (5, 0, 4), (128, 31, 64), (2, 1, 1), (128, 1, 1), (33, 7, 8)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_nodes, depths, k", SIZES)
+def test_builder_corner_sizes(num_nodes, depths, k, device):
     scores = -torch.rand(2, depths, k, generator=torch.Generator().manual_seed(3))
-    tree = check_against_heap(scores.sort(dim=-1, descending=True).values, num_nodes)
+    for sheet in (scores, (scores * 4).round() / 4):
+        tree = check_against_heap(sheet.sort(dim=-1, descending=True).values + 0.0, num_nodes, device=device)
     if num_nodes == 1 or depths == 0:
         assert tree.used.tolist() == [1, 1], "the root alone"
 
 
-def test_builder_takes_256_requests():
+@pytest.mark.parametrize("device", DEVICES)
+def test_builder_takes_256_requests(device):
     scores = -torch.rand(256, 7, 8, generator=torch.Generator().manual_seed(4))
-    check_against_heap(scores.sort(dim=-1, descending=True).values, 16)
+    check_against_heap(scores.sort(dim=-1, descending=True).values, 16, device=device)
+
+
+@pytest.mark.gpu
+def test_tree_step_replays_in_a_graph():
+    """Build and accept are captured once; a replay sees new scores and new targets."""
+    b, depths, k, n = 4, 7, 8, 33
+    generator = torch.Generator().manual_seed(9)
+    sheets = [-torch.rand(b, depths, k, generator=generator).sort(dim=-1).values for _ in range(3)]
+    ids = torch.randint(0, 50, (b, depths, k), generator=generator).cuda()
+    root = torch.arange(b).cuda()
+    scores, targets = sheets[0].cuda(), torch.zeros(b, n, dtype=torch.int64, device="cuda")
+
+    def step():
+        tree = ddtree_build(root, ids, scores, n)
+        return tree, tree_accept(tree.tokens, tree.parents, targets, depths + 1)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tree, accepted = step()
+    for sheet in sheets:
+        scores.copy_(sheet)
+        want_tree = ddtree_build(root.cpu(), ids.cpu(), sheet, n)
+        # The target wants the first child of every node that has one.
+        wanted = want_tree.tokens.gather(1, want_tree.first_child.clamp(min=0).long())
+        targets.copy_(wanted)
+        graph.replay()
+        want = tree_accept(want_tree.tokens, want_tree.parents, wanted, depths + 1)
+        assert int(want.accept_len.min()) > 1
+        assert all(torch.equal(g.cpu(), w) for g, w in zip(tree, want_tree, strict=True))
+        assert all(torch.equal(g.cpu(), w) for g, w in zip(accepted, want, strict=True))
 
 
 def test_padded_vocabulary_never_becomes_a_node():
@@ -182,6 +220,18 @@ def test_acceptance_equals_walk(n, alphabet, max_len, unused, seed):
         assert got.path[r].tolist() == path + list(range(len(path), max_len))
         assert got.out_tokens[r].tolist() == committed + [0] * rest
         assert int(got.bonus[r]) == committed[-1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n, alphabet, max_len", [(1, 2, 4), (64, 3, 8), (128, 2, 64)])
+def test_tree_acceptance_equals_cpu_on_gpu(n, alphabet, max_len):
+    generator = torch.Generator().manual_seed(n)
+    tokens, targets = (torch.randint(0, alphabet, (256, n), generator=generator) for _ in range(2))
+    parents = torch.cat([random_parents(n, generator) for _ in range(256)])
+    want = tree_accept(tokens, parents, targets, max_len)
+    got = tree_accept(tokens.cuda(), parents.cuda(), targets.cuda(), max_len)
+    for name, g, w in zip(want._fields, got, want, strict=True):
+        assert torch.equal(g.cpu(), w), name
 
 
 def test_root_only_tree_commits_the_bonus():
@@ -257,9 +307,6 @@ def test_links_and_visibility_of_trees_in_any_node_order(n, seed):
             ancestors.add(at)
             at = listed[at]
         assert set(tree_visibility(parents, n)[0, i].nonzero().flatten().tolist()) == ancestors
-
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -9,6 +9,7 @@
 //   grid  (ceil(longest row / chunk), num_buffers)
 //   smem  [n][chunk] bytes, at most 96 KiB: the chunk narrows as n grows, down to one granule
 #pragma once
+#include "common/dynamic_smem.cuh"
 #include "kv_move_all_layers/config.h"
 #include "params.h"
 
@@ -51,8 +52,7 @@ __global__ void __launch_bounds__(kv_move_config::kThreads)
     kv_move_kernel(const __grid_constant__ KvMoveParams params, int log2_words) {
   using namespace kv_move_config;
   using Word = typename kv_move_config::Word<Granule>::Type;
-  extern __shared__ __align__(16) unsigned char smem[];
-  Word* sRows = reinterpret_cast<Word*>(smem);  // [n][1 << log2_words]
+  Word* sRows = reinterpret_cast<Word*>(dynamic_smem());  // [n][1 << log2_words]
 
   const KvMoveParams::Buffer& buffer = params.buffers[blockIdx.y];
   const int words = 1 << log2_words;

@@ -63,7 +63,7 @@ def ddtree_build(root, ids, log_probs, num_nodes) -> DraftTree:
         visible=root.new_empty(b, n, n, dtype=torch.bool),
         used=root.new_empty(b, dtype=torch.int32),
     )
-    _ddtree_build(root, ids, log_probs, *tree)
+    _ddtree_build(root.contiguous(), ids.contiguous(), log_probs.contiguous(), *tree)
     return tree
 
 
@@ -83,7 +83,7 @@ def tree_accept(tokens, parents, target_tokens, max_len) -> Acceptance:
         out_tokens=tokens.new_empty(b, max_len),
         bonus=tokens.new_empty(b),
     )
-    _tree_accept(tokens, parents, target_tokens, *accepted)
+    _tree_accept(tokens.contiguous(), parents.contiguous(), target_tokens.contiguous(), *accepted)
     return accepted
 
 

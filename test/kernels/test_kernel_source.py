@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sources of the helper kernels, run on the CPU thread by thread, against the CPU ops. No GPU, no CUDA compiler.
+
+on_host/cuda_on_host.h runs every CUDA thread as a fiber. This finds wrong results, wrong indices and barriers that not
+all threads reach; it cannot find races.
+"""
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from sgl_kernel_sm120 import ddtree_build, kv_move_all_layers, pack_tree_mask, tree_accept
+
+ON_HOST = Path(__file__).parent / "on_host"
+CSRC = Path(__file__).parents[2] / "sgl-kernel-sm120" / "csrc"
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory):
+    library = tmp_path_factory.mktemp("on_host") / "kernels.so"
+    command = ["g++", "-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", f"-I{ON_HOST}", f"-I{CSRC}"]
+    subprocess.run([*command, str(ON_HOST / "kernels.cpp"), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def pointer(tensor):
+    assert tensor.is_contiguous()
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def poisoned_like(tensor):
+    """Every element that the kernel leaves out differs from the right one."""
+    return tensor.logical_not() if tensor.dtype == torch.bool else torch.full_like(tensor, -77)
+
+
+def score_sheet(generator, b, depths, k, kind):
+    scores = -torch.rand(b, depths, k, generator=generator) * 3
+    if kind == "ties":
+        scores = (scores * 2).round() / 2
+    elif kind == "tails":
+        scores[torch.rand(b, depths, k, generator=generator) < 0.4] = -torch.inf
+    elif kind == "collisions":  # steps of very different size: different parents, equal rounded sums
+        steps = torch.tensor([0.0, -1e-9, -3e-8, -6e-8, -1.0, -1.0000001, -16.0])
+        scores = steps[torch.randint(0, len(steps), (b, depths, k), generator=generator)]
+    return scores.sort(dim=-1, descending=True).values + 0.0
+
+
+SHEETS = [
+    (2, 7, 8, 16),
+    (1, 1, 1, 2),
+    (3, 4, 3, 33),
+    (1, 31, 64, 128),
+    (2, 2, 2, 128),
+    (1, 11, 5, 64),
+    (2, 7, 8, 1),
+    (2, 0, 4, 6),
+]
+
+
+@pytest.mark.parametrize("kind", ["smooth", "ties", "tails", "collisions"])
+@pytest.mark.parametrize("b, depths, k, n", SHEETS)
+def test_ddtree_build(kernels, b, depths, k, n, kind):
+    generator = torch.Generator().manual_seed(n)
+    scores = score_sheet(generator, b, depths, k, kind)
+    ids = torch.randint(0, 1000, (b, depths, k), generator=generator)
+    root = torch.randint(0, 1000, (b,), generator=generator)
+    want = ddtree_build(root, ids, scores, n)
+    got = [poisoned_like(t) for t in want]
+    kernels.host_ddtree_build(*map(pointer, [root, ids, scores, *got]), b, depths, k, n)
+    for name, g, w in zip(want._fields, got, want, strict=True):
+        assert torch.equal(g, w), name
+
+
+def test_ddtree_build_leaves_out_nan(kernels):
+    scores = torch.tensor([[[-0.5, torch.nan, -1.0], [torch.nan, -0.1, -torch.inf]]])
+    root, ids = torch.tensor([9]), torch.arange(6).view(1, 2, 3)
+    want = ddtree_build(root, ids, scores, 8)
+    got = [poisoned_like(t) for t in want]
+    kernels.host_ddtree_build(*map(pointer, [root, ids, scores, *got]), 1, 2, 3, 8)
+    assert int(want.used) == 5 and all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def random_parents(n, generator):
+    parents = [-1] + [int(torch.randint(0, i, (), generator=generator)) for i in range(1, n)]
+    unused = n // 5
+    return torch.tensor(parents[: n - unused] + [-2] * unused, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("n, max_len", [(1, 1), (1, 4), (5, 3), (33, 8), (64, 64), (128, 20)])
+def test_tree_accept(kernels, n, max_len):
+    generator = torch.Generator().manual_seed(n)
+    b = 8
+    tokens, targets = (torch.randint(0, 3, (b, n), generator=generator) for _ in range(2))
+    parents = torch.tensor(
+        [[-1] + [int(torch.randint(0, i, (), generator=generator)) for i in range(1, n)] for _ in range(b)]
+    )
+    parents[:, n - n // 5 :] = -2 if n > 1 else -1
+    parents = parents.int()
+    want = tree_accept(tokens, parents, targets, max_len)
+    got = [poisoned_like(t) for t in want]
+    kernels.host_tree_accept(*map(pointer, [tokens, parents, targets, *got]), b, n, max_len)
+    for name, g, w in zip(want._fields, got, want, strict=True):
+        assert torch.equal(g, w), name
+    if n >= 33:
+        assert int(want.accept_len.max()) > 2, "the case accepts nothing"
+
+
+def test_pack_every_width(kernels):
+    generator = torch.Generator().manual_seed(0)
+    for n in range(1, 129):
+        visible = torch.rand(1, n, n, generator=generator) < 0.5
+        words = torch.full((1, n, (n + 63) // 64), -77)
+        kernels.host_pack_tree_mask(pointer(visible), pointer(words), ctypes.c_int64(n), n)
+        assert torch.equal(words, pack_tree_mask(visible)), f"width {n}"
+
+
+@pytest.mark.parametrize("granule, row_bytes", [(16, 1152), (16, 576), (4, 12), (4, 1156), (1, 5), (1, 33)])
+@pytest.mark.parametrize("n", [1, 9, 40, 193])
+def test_move(kernels, granule, row_bytes, n):
+    """Chains and cycles at every chunk width; padding and indices beyond the buffer move nothing."""
+    generator = torch.Generator().manual_seed(n)
+    slots = n + 7
+    buffers = [torch.randint(0, 256, (slots, row_bytes + 16), dtype=torch.uint8, generator=generator) for _ in range(3)]
+    tgt, src = (torch.randperm(slots, generator=generator)[:n] for _ in range(2))
+    if n > 4:
+        tgt[1], src[2], tgt[3], src[4] = -1, -1, slots, 2**40
+    real = (tgt >= 0) & (src >= 0) & (tgt < slots) & (src < slots)
+    want = [b.clone() for b in buffers]
+    kv_move_all_layers([w[:, :row_bytes] for w in want], tgt[real], src[real])
+    kernels.host_kv_move(
+        granule,
+        3,
+        (ctypes.c_void_p * 3)(*[b.data_ptr() for b in buffers]),
+        (ctypes.c_int64 * 3)(*[row_bytes + 16] * 3),
+        (ctypes.c_int32 * 3)(*[row_bytes] * 3),
+        (ctypes.c_int32 * 3)(*[slots] * 3),
+        pointer(tgt),
+        pointer(src),
+        n,
+    )
+    for i, (b, w) in enumerate(zip(buffers, want, strict=True)):
+        assert torch.equal(b, w), f"buffer {i}"
