@@ -3,6 +3,7 @@
 
 import itertools
 import json
+import sys
 
 import pytest
 from kit.scripted import sglang_stream
@@ -326,12 +327,26 @@ class TestCompare:
 
 class TestThroughput:
     def test_it_only_hands_over(self):
-        import sys
-
         from sglang.kdtree.bench.throughput import command_line
 
         wanted = [sys.executable, "-m", "sglang.benchmark.serving", "--num-prompts", "3"]
         assert command_line(["--", "--num-prompts", "3"]) == command_line(["--num-prompts", "3"]) == wanted
+
+    def test_upstreams_status_is_passed_on(self, cli, monkeypatch):
+        from sglang.kdtree.bench import throughput
+
+        monkeypatch.setattr(throughput, "check_needs", lambda: None)
+        for status, code in ((0, 0), (3, 2)):
+            program = [sys.executable, "-c", f"print('a report'); raise SystemExit({status})"]
+            monkeypatch.setattr(throughput, "command_line", lambda arguments, program=program: program)
+            got, document = cli("bench", "throughput", "--", "--num-prompts", "3")
+            assert (got, document["returncode"]) == (code, status)
+
+    def test_what_upstream_needs_is_named(self, cli_error, monkeypatch):
+        import importlib.util
+
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        assert "pip install datasets" in cli_error("bench", "throughput")["remedy"]
 
     def test_upstream_still_has_the_module(self):
         import importlib.util

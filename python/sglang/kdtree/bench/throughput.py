@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import subprocess
 import sys
 from typing import Any
 
-from sglang.kdtree.errors import EXIT_OK, EXIT_UNUSABLE
+from sglang.kdtree.errors import EXIT_OK, EXIT_UNUSABLE, KitError
 from sglang.kdtree.result import Result
 
 UPSTREAM_MODULE = "sglang.benchmark.serving"
+STDERR = 2  # file descriptor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,13 +30,24 @@ def command_line(arguments: list[str]) -> list[str]:
     return [sys.executable, "-m", UPSTREAM_MODULE, *rest]
 
 
+def check_needs() -> None:
+    """Upstream's benchmark imports datasets at its top, whichever data set it reads."""
+    if importlib.util.find_spec("datasets") is None:
+        raise KitError(
+            what="Python module datasets",
+            expected=f"an importable datasets (needed by {UPSTREAM_MODULE})",
+            got="none",
+            remedy="Run: python -m pip install datasets",
+        )
+
+
 def run(args: argparse.Namespace, console: Any) -> Result:
+    check_needs()
     command = command_line(args.arguments)
     console.print(" ".join(command), style="dim", markup=False)
     # Upstream's report goes to stderr with --json, so that stdout stays one document.
-    status = subprocess.run(
-        command, check=False, stdout=sys.stderr if args.json else None
-    ).returncode
+    stdout = STDERR if args.json else None
+    status = subprocess.run(command, check=False, stdout=stdout).returncode
     data = {"command": command, "returncode": status}
     return Result(
         verb="bench-throughput",
