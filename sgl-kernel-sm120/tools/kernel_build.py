@@ -68,9 +68,14 @@ def nvcc_version(root: Path) -> str:
 
 
 def units() -> list[Path]:
-    """Every translation unit, largest first, so that the slowest does not start last."""
+    """Every translation unit, those of the largest op first, so that the slowest does not start last."""
     found = [p for p in CSRC.rglob("*") if p.suffix in (".cu", ".cpp")]
-    return sorted(found, key=lambda p: (p.suffix != ".cu", -p.stat().st_size, p))
+
+    def op_size(unit: Path) -> int:
+        op = CSRC / unit.relative_to(CSRC).parts[0]
+        return sum(p.stat().st_size for p in op.rglob("*")) if op.is_dir() else 0
+
+    return sorted(found, key=lambda p: (-op_size(p), p))
 
 
 class Build:

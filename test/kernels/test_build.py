@@ -212,6 +212,7 @@ def build_wheel(tmp_path, **environment):
     source = tmp_path / "source"
     ignore = shutil.ignore_patterns("build", "*.so", "*.egg-info", "__pycache__")
     shutil.copytree(PACKAGE, source, ignore=ignore)
+    (source / "python" / "sgl_kernel_sm120" / "left_over.so").touch()  # of an earlier in-place build
     out = tmp_path / "wheel"
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(out), str(source)]
     subprocess.run(command, check=True, env={**os.environ, **environment}, capture_output=True, text=True)
@@ -232,7 +233,7 @@ def test_wheel_with_cuda_code(tmp_path):
     """One architecture is enough for tag, contents, import and exported facts."""
     wheel, names = build_wheel(tmp_path, SGL_KERNEL_SM120_ARCHS="120a")
     assert wheel.name.endswith(f"-py3-none-{kernel_build.PLATFORM}.whl")
-    assert "sgl_kernel_sm120/libsgl_kernel_sm120.so" in names
+    assert [n for n in names if n.endswith(".so")] == ["sgl_kernel_sm120/libsgl_kernel_sm120.so"]
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     code = "import sgl_kernel_sm120 as k; i = k.build_info(); print(*i['archs'], *sorted(i['cuda_ops']))"
