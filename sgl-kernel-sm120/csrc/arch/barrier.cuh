@@ -40,6 +40,14 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Meets, and counts the threads whose condition holds.
+__device__ __forceinline__ int named_barrier_count(int id, int threads, bool condition) {
+  int count;
+  asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\nbar.red.popc.u32 %0, %1, %2, p;\n}"
+               : "=r"(count) : "r"(id), "r"(threads), "r"(static_cast<int>(condition)) : "memory");
+  return count;
+}
+
 // Programmatic dependent launch: wait for the kernel before us to finish; let the kernel after us start.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900

@@ -11,22 +11,28 @@ namespace sgl_kernel_sm120::mla_tree_verify_op {
 constexpr int kDqk = 576;
 constexpr int kRopeBegin = kDv;  // columns 512..575 are the rotary part of the key
 constexpr int kWarp = 32;
-constexpr int kPairs = 2;                       // pairs of score warps: they take tiles in turn
-constexpr int kHalves = 2;                      // warps of a pair: each has half of the 576 columns
-constexpr int kScoreWarps = kPairs * kHalves;   // warps 0..3, one on each scheduler
-constexpr int kValueWarps = 4;                  // warps 4..7, likewise
-constexpr int kThreads = kWarp * (kScoreWarps + kValueWarps);  // 256: every thread may have 255 registers
+constexpr int kPairs = 2;                      // pairs of score warps: they take tiles in turn
+constexpr int kHalves = 2;                     // warps of a pair: each has half of the 576 columns
+constexpr int kScoreWarps = kPairs * kHalves;  // warps 0..3
+constexpr int kValueWarps = 4;                 // warps 4..7
+constexpr int kLoadWarps = 4;                  // warps 8..11
+constexpr int kLoadThreads = kWarp * kLoadWarps;
+constexpr int kMathThreads = kWarp * (kScoreWarps + kValueWarps);
+constexpr int kThreads = kMathThreads + kLoadThreads;  // 384: 168 registers each, then redistributed
+constexpr int kScoreRegisters = 240, kValueRegisters = 208, kLoadRegisters = 56;
+static_assert(kScoreRegisters + kValueRegisters + kLoadRegisters == 3 * 168);
 constexpr int kDvPerWarp = kDv / kValueWarps;   // 128
 constexpr int kChunkBytes = 16;                 // what one cp.async moves and one row of an ldmatrix matrix holds
 constexpr int kGroupBytes = 128;                // 8 chunks: all banks once. Chunk c of row r lies at place c ^ (r % 8) of its group
+constexpr int kMaxBatch = 256;
 constexpr int kMaxDraft = 128;
 constexpr int kMaskWords = kMaxDraft / 32;
 constexpr int kQRowBytes = 2 * kDqk;            // 1152
 #ifndef PREF
-#define PREF 8
+#define PREF 1
 #endif
-constexpr int kPrefetchTiles = PREF;            // how far the L2 prefetch runs ahead of the copies
-constexpr int kPrefetchListTiles = 32;          // how far that of the slot list does
+constexpr int kBatch = 4;                       // tiles whose slots a load warp reads at once, one batch before their use
+constexpr bool kPrefetch = PREF;                // and whose rows it prefetches into the L2
 
 // The cache row and how a tile of it lies in shared memory. A row has its value (a multiple of 128 B), then a group of 128 B
 // that first holds the rotary part and, once the scores of the tile are known, one row of P: kRows probabilities.
@@ -45,6 +51,16 @@ struct Fp8Kv {
   static constexpr float kRescaleAt = 8.f;   // P is fp16, at most 65504
 };
 
+struct Segment {
+  int request;
+  int first_tile, num_tiles;  // of the request
+  int num_tokens;             // of the request, draft tokens included
+  int prefix;                 // tokens that every row sees
+  int list_begin, list_length;
+  int num_parts;              // segments that share the request
+  int slot;                   // of the workspace
+};
+
 template <class Kv_, int kRowBlocks_>
 struct Config {
   using Kv = Kv_;
@@ -58,7 +74,6 @@ struct Config {
   static constexpr int kRopeChunks = Kv::kRowChunks - kValueBytes / kChunkBytes;               // 8 or 4
   static constexpr int kQStages = (kRows * kQRowBytes + kStageBytes - 1) / kStageBytes;        // stages that Q passes through
   static constexpr int kEarlyTiles = kStages - kQStages;                                       // tiles loaded beside it
-  static constexpr int kFirstLoads = kStages / 2 + 1;                                          // of slots_of_two: tiles 0..kStages
   static constexpr int kSteps = 18;  // of 16 columns, a score warp's share of the 36
 
   struct SharedMemoryPlan {
@@ -69,9 +84,10 @@ struct Config {
     float row_sum[kRows];
     float rescale[kStages][kRows];                        // for O before it takes the tile; valid where rescaled says so
     int2 rescaled[kStages];                               // by half 0, by half 1
-    uint64_t bar_kv_full[kStages];                        // rows of a tile have landed
+    Segment segment[2];                                   // this one and the last or next one
+    alignas(8) uint64_t bar_kv_full[kStages];                        // rows of a tile have landed
     uint64_t bar_p_full[kStages];                         // P of a tile is written
-    uint64_t bar_p_empty[kStages];                        // all value warps have read it
+    uint64_t bar_kv_empty[kStages];                       // all value warps have used it
     uint64_t bar_order[kHalves][kPairs];                  // a pair has settled row_max for its tile
     float q_scale[Kv::kFp8 ? kRows : 1];                  // the power of two that brings a row of Q into the range of fp16
   };
@@ -83,9 +99,12 @@ struct Config {
 
 // Named barriers; 0 is __syncthreads.
 enum Barrier : int {
-  kBarPairScores = 1,     // + pair: both halves have written their shares of the exchange
-  kBarExchangeFree = 3,   // + 2 pair + half: that half's incoming scores have been read
+  kBarPairScores = 1,    // + pair: both halves have written their shares of the exchange
+  kBarExchangeFree = 3,  // + 2 pair + half: that half's incoming scores have been read
   kBarValueWarps = 7,
+  kBarLoadWarps = 8,
+  kBarMathWarps = 9,
+  kBarQRead = 10,        // score warps have Q in registers, load warps may overwrite its copy
 };
 
 }  // namespace sgl_kernel_sm120::mla_tree_verify_op

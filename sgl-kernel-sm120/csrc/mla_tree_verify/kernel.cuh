@@ -17,72 +17,24 @@
 // Shared memory at 40 rows, bf16 (fp8): KV 5 x 18.0 KB (9 x 10.0), score exchange 5.0, masks, maxima and barriers 1.9: 99 KB
 // is all that sm_120 has (measured in SharedMemoryPlan).
 #pragma once
+#include "arch/registers.cuh"
 #include "mla_tree_verify/value.cuh"
 
 namespace sgl_kernel_sm120::mla_tree_verify_op {
 
+// Score and value warps, until Q is in shared memory. False: there is no further segment.
 template <class C>
-__device__ __forceinline__ void reset(typename C::SharedMemoryPlan& smem, bool first_segment) {
-  const auto init = [&](uint64_t& barrier, int arrivals) {
-    const uint32_t address = arch::smem_address(&barrier);
-    if (!first_segment) arch::mbarrier_invalidate(address);
-    arch::mbarrier_init(address, arrivals);
-  };
-  if (threadIdx.x < C::kStages) {
-    init(smem.bar_kv_full[threadIdx.x], kValueWarps * kWarp);
-    init(smem.bar_p_full[threadIdx.x], C::kOwnFirst < C::kRowBlocks ? kHalves : 1);
-    init(smem.bar_p_empty[threadIdx.x], kValueWarps);
-    smem.rescaled[threadIdx.x] = make_int2(0, 0);
-  }
-  if (threadIdx.x < kHalves * kPairs) init(smem.bar_order[threadIdx.x / kPairs][threadIdx.x % kPairs], 1);
-  for (int r = threadIdx.x; r < C::kRows; r += kThreads) smem.row_max[r] = -INFINITY;
-}
-
-template <class C>
-__device__ __forceinline__ void run_segment(const MlaTreeVerifyParams& params, const Segment& segment,
-                                            typename C::SharedMemoryPlan& smem, bool first_segment) {
-  const int warp = threadIdx.x / kWarp, row_tile = blockIdx.x, first_row = row_tile * C::kRows;
-  const bool is_value_warp = warp >= kScoreWarps;
-  TileLoader<C> loader(params, segment, smem, warp - kScoreWarps);
-  int r_slots[C::kFirstLoads];  // of the first tiles, two tiles a register
-
-  // Start all loads before waiting for any.
-  reset<C>(smem, first_segment);
-  if (is_value_warp) {
-#pragma unroll
-    for (int i = 0; i < C::kFirstLoads; ++i) r_slots[i] = loader.slots_of_two(2 * i);
-    const int tile = threadIdx.x - kScoreWarps * kWarp;
-    if (kPrefetchTiles > 0 && tile < C::kStages + kPrefetchTiles + kPrefetchListTiles && tile < segment.num_tiles) loader.prefetch_list(tile);
-  }
-  load_q<C>(params, smem, segment.request, first_row);
-  __syncthreads();
-  if (is_value_warp) {
-#pragma unroll
-    for (int tile = 0; tile < C::kEarlyTiles; ++tile) {
-      if (tile >= segment.num_tiles) break;
-      loader.copy_values(tile, r_slots[tile / 2], tile % 2);
-      loader.copy_rope(tile, loader.rope_slot(r_slots[tile / 2], tile % 2));
-      arch::cp_async_arrive(arch::smem_address(&smem.bar_kv_full[tile]));
-    }
-    arch::cp_async_commit();
-  }
-  if ((segment.first_tile + segment.num_tiles) * kTileTokens > segment.prefix) {
-    build_tree_mask<C>(params, segment, smem, first_row);
-    if (threadIdx.x == 0 && params.status != nullptr && !mask_block_is_complete(params, segment)) atomicOr(params.status, kMaskClamped);
-  }
-
-  // Wait for Q alone.
-  if (is_value_warp) arch::cp_async_wait<1>();
-  else arch::cp_async_wait<0>();
-  __syncthreads();
+__device__ __forceinline__ bool begin_segment(const MlaTreeVerifyParams& params, const Segment& segment, typename C::SharedMemoryPlan& smem) {
+  __syncthreads();  // load warps have written `segment`
+  if (segment.num_tiles == 0) return false;
+  if ((segment.first_tile + segment.num_tiles) * kTileTokens > segment.prefix)
+    build_tree_mask<C>(params, segment, smem, blockIdx.x * C::kRows);
+  __syncthreads();  // Q has landed, barriers are set
   if constexpr (C::Kv::kFp8) {
     find_q_scales<C>(smem);
-    __syncthreads();
+    arch::named_barrier_sync(kBarMathWarps, kMathThreads);
   }
-
-  if (is_value_warp) run_value_warp<C>(params, segment, loader, r_slots, smem, row_tile, warp - kScoreWarps);
-  else if (warp % kHalves == 0) run_score_warp<C, 0>(params, segment, smem, warp / kHalves);
-  else run_score_warp<C, 1>(params, segment, smem, warp / kHalves);
+  return true;
 }
 
 // Grid (row tiles, columns).
@@ -90,22 +42,31 @@ template <class C>
 __global__ void __launch_bounds__(kThreads, 1) mla_tree_verify_kernel(const __grid_constant__ MlaTreeVerifyParams params) {
   extern __shared__ __align__(128) unsigned char raw_smem[];
   auto& smem = *reinterpret_cast<typename C::SharedMemoryPlan*>(raw_smem);
+  const int warp = __shfl_sync(~0u, threadIdx.x / kWarp, 0);  // uniform for the compiler too
   arch::wait_for_previous_kernel();
 
-  const int request_end = threadIdx.x < params.b ? load_plan_entry(params, threadIdx.x + 1).first_tile : INT32_MAX;
-  const PlanEntry totals = load_plan_entry(params, params.b);
-  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0 && totals.list_length != 0 && params.status != nullptr)
-    atomicOr(params.status, totals.list_length);
-
-  const int columns = num_columns(totals.first_tile, gridDim.y), column = blockIdx.y;
-  if (column >= columns) return;
-  int64_t line = column_begin(column, totals.first_tile, columns);
-  const int64_t line_begin = line, line_end = column_begin(column + 1, totals.first_tile, columns);
-  while (line < line_end) {
-    const int request = __syncthreads_count(request_end <= line);  // also: the last segment is done with shared memory
-    const Segment segment = make_segment(params, request, line, line_end, totals.first_tile, columns, column);
-    run_segment<C>(params, segment, smem, line == line_begin);
-    line += segment.num_tiles;
+  if (warp >= kScoreWarps + kValueWarps) {
+    arch::give_up_registers<kLoadRegisters>();
+    const int thread = threadIdx.x - kMathThreads;
+    if (blockIdx.x == 0 && blockIdx.y == 0 && thread == 0) report_plan_status(params);
+    Segments segments(params, thread);
+    for (int i = 0;; ++i) {
+      const Segment segment = segments.next();
+      if (thread == 0) smem.segment[i % 2] = segment;
+      __syncthreads();  // the others are done with the last segment and will see this one
+      if (segment.num_tiles == 0) break;
+      run_load_warp<C>(params, segment, smem, i == 0);
+    }
+  } else if (warp >= kScoreWarps) {
+    arch::take_registers<kValueRegisters>();
+    for (int i = 0; begin_segment<C>(params, smem.segment[i % 2], smem); ++i)
+      run_value_warp<C>(params, smem.segment[i % 2], smem, warp - kScoreWarps);
+  } else {
+    arch::take_registers<kScoreRegisters>();
+    for (int i = 0; begin_segment<C>(params, smem.segment[i % 2], smem); ++i) {
+      if (warp % kHalves == 0) run_score_warp<C, 0>(params, smem.segment[i % 2], smem, warp / kHalves);
+      else run_score_warp<C, 1>(params, smem.segment[i % 2], smem, warp / kHalves);
+    }
   }
 }
 

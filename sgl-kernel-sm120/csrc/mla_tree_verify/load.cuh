@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies of Q and of KV tiles into shared memory.
+// Load warps: Q and the KV tiles into shared memory, 16 bytes a lane and instruction.
 #pragma once
 #include "arch/barrier.cuh"
 #include "arch/cp_async.cuh"
@@ -13,86 +13,106 @@ __device__ __forceinline__ constexpr int swizzle(int chunk, int row_in_8) {
   return ((chunk & ~7) | ((chunk ^ row_in_8) & 7)) * kChunkBytes;
 }
 
-// All threads: the rows of Q of this block, from the first stage that no early tile uses. Missing rows become zeros.
+// Barriers and row maxima of a new segment.
 template <class C>
-__device__ __forceinline__ void load_q(const MlaTreeVerifyParams& params, typename C::SharedMemoryPlan& smem, int request, int first_row) {
+__device__ __forceinline__ void reset(typename C::SharedMemoryPlan& smem, bool first_segment, int thread) {
+  const auto init = [&](uint64_t& barrier, int arrivals) {
+    const uint32_t address = arch::smem_address(&barrier);
+    if (!first_segment) arch::mbarrier_invalidate(address);
+    arch::mbarrier_init(address, arrivals);
+  };
+  if (thread < C::kStages) {
+    init(smem.bar_kv_full[thread], kLoadThreads);
+    init(smem.bar_p_full[thread], C::kOwnFirst < C::kRowBlocks ? kHalves : 1);
+    init(smem.bar_kv_empty[thread], kValueWarps);
+    smem.rescaled[thread] = make_int2(0, 0);
+  }
+  if (thread < kHalves * kPairs) init(smem.bar_order[thread / kPairs][thread % kPairs], 1);
+  if (thread < C::kRows) smem.row_max[thread] = -INFINITY;
+  arch::named_barrier_sync(kBarLoadWarps, kLoadThreads);
+}
+
+// The rows of Q of this block, from the first stage that no early tile uses. Missing rows become zeros.
+template <class C>
+__device__ __forceinline__ void load_q(const MlaTreeVerifyParams& params, typename C::SharedMemoryPlan& smem, int request, int first_row, int warp) {
   constexpr int kRowChunks = kQRowBytes / kChunkBytes;
+  const int lane = threadIdx.x % kWarp, num_rows = params.s_q * params.h_q;
   const uint32_t s_q = arch::smem_address(smem.kv[C::kEarlyTiles]);
-  const int num_rows = params.s_q * params.h_q;
-  const auto* q = static_cast<const char*>(params.q);
-  for (int i = threadIdx.x; i < C::kRows * kRowChunks; i += kThreads) {
-    const int r = i / kRowChunks, chunk = i % kRowChunks;
+  for (int r = warp; r < C::kRows; r += kLoadWarps) {
     const int row = min(first_row + r, num_rows - 1);
     const int64_t at = request * params.q_stride_b + row / params.h_q * params.q_stride_s + row % params.h_q * params.q_stride_h;
-    arch::cp_async_16(s_q + r * kQRowBytes + swizzle(chunk, r % 8), q + 2 * at + chunk * kChunkBytes, first_row + r < num_rows ? 16 : 0);
+    const char* q = static_cast<const char*>(params.q) + 2 * at;
+#pragma unroll
+    for (int chunk = lane; chunk < kRowChunks; chunk += kWarp)
+      arch::cp_async_16(s_q + r * kQRowBytes + swizzle(chunk, r % 8), q + chunk * kChunkBytes, first_row + r < num_rows ? 16 : 0);
   }
   arch::cp_async_commit();
 }
 
-// What one value warp copies: the value columns that it alone will read, for all 16 tokens of a tile, and the rotary part
-// of 4 tokens. Eight lanes copy 128 B of a token. A warp may refill its columns as soon as it has used them; the rotary
-// group also holds P, which all value warps read, so it waits for them.
+// A load warp copies 4 tokens of a tile. Eight lanes share a token: 128 B an instruction.
 template <class C>
 class TileLoader {
  public:
   __device__ TileLoader(const MlaTreeVerifyParams& params, const Segment& segment, typename C::SharedMemoryPlan& smem, int warp)
-      : params_(params), segment_(segment), smem_(smem), warp_(warp), lane_(threadIdx.x % kWarp) {
-    index_bytes_ = params.indices_are_64 ? 8 : 4;
-    list_ = static_cast<const char*>(params.kv_indices) + int64_t{segment.list_begin} * index_bytes_;
-    draft_ = static_cast<const char*>(params.draft_slots) +
-             (int64_t{segment.request} * params.s_q - segment.list_length) * index_bytes_;
-    row_bytes_ = params.kv_stride * C::Kv::kElementBytes;
+      : params_(params), lane_in_8_(threadIdx.x % 8), first_position_(segment.first_tile * kTileTokens + 4 * warp + threadIdx.x % kWarp / 8),
+        num_tokens_(segment.num_tokens), list_length_(segment.list_length) {
+    const int index_bytes = params.indices_are_64 ? 8 : 4, token = 4 * warp + threadIdx.x % kWarp / 8;
+    list_ = static_cast<const char*>(params.kv_indices) + int64_t{segment.list_begin} * index_bytes;
+    draft_ = static_cast<const char*>(params.draft_slots) + (int64_t{segment.request} * params.s_q - segment.list_length) * index_bytes;
+    s_row_ = arch::smem_address(smem.kv[0]) + token * C::kPitch + swizzle(lane_in_8_, token % 8);
+    s_full_ = arch::smem_address(smem.bar_kv_full);
   }
 
-  // The slots of two tiles of the segment: of the second one in lanes 16..31. -1 past the end of the request.
-  __device__ int slots_of_two(int tile) {
-    const int position = (segment_.first_tile + tile) * kTileTokens + lane_;
-    if (position >= segment_.num_tokens) return -1;
-    const char* base = position < segment_.list_length ? list_ : draft_;
-    const int64_t slot = params_.indices_are_64 ? __ldg(reinterpret_cast<const int64_t*>(base) + position)
-                                                : int64_t{__ldg(reinterpret_cast<const int32_t*>(base) + position)};
-    const int64_t inside = slot < 0 ? 0 : slot < params_.num_slots ? slot : params_.num_slots - 1;
-    clamped_ |= inside != slot;
-    return static_cast<int>(inside);
-  }
+  // The slots of this lane's token in kBatch tiles of the segment. Nothing waits for them before row() does.
+  struct Slots {
+    int low[kBatch], high[kBatch];
+  };
 
-  // `slots` as slots_of_two gives them, `odd` says which of the two tiles.
-  __device__ void copy_values(int stage, int slots, int odd) const {
+  __device__ void read_slots(Slots& slots, int tile) const {
 #pragma unroll
-    for (int i = 0; i < kTileTokens / 4; ++i) {
-      const int token = 4 * i + lane_ / 8;
-      const int slot = __shfl_sync(~0u, slots, odd * kTileTokens + token);
-      const char* src = row(slot) + kSliceBytes * warp_ + lane_ % 8 * kChunkBytes;
-      const uint32_t dst = arch::smem_address(smem_.kv[stage]) + token * C::kPitch + kSliceBytes * warp_ + swizzle(lane_ % 8, token % 8);
-#pragma unroll
-      for (int at = 0; at < kSliceBytes; at += kGroupBytes) arch::cp_async_16(dst + at, src + at, slot < 0 ? 0 : 16);
+    for (int i = 0; i < kBatch; ++i) {
+      const int position = first_position_ + (tile + i) * kTileTokens;
+      if (position < num_tokens_) {
+        const char* base = position < list_length_ ? list_ : draft_;
+        if (params_.indices_are_64) {
+          const int2 v = __ldg(reinterpret_cast<const int2*>(base) + position);
+          slots.low[i] = v.x, slots.high[i] = v.y;
+        } else {
+          slots.low[i] = __ldg(reinterpret_cast<const int*>(base) + position);
+        }
+      }
     }
   }
 
-  // The slot whose rotary part this lane copies.
-  __device__ int rope_slot(int slots, int odd) const { return __shfl_sync(~0u, slots, odd * kTileTokens + 4 * warp_ + lane_ / 8); }
-
-  __device__ void copy_rope(int stage, int slot) const {
-    const int token = 4 * warp_ + lane_ / 8;
-    const uint32_t dst = arch::smem_address(smem_.kv[stage]) + token * C::kPitch + C::kValueBytes + swizzle(lane_ % 8, token % 8);
-    if (lane_ % 8 < C::kRopeChunks) arch::cp_async_16(dst, row(slot) + C::kValueBytes + lane_ % 8 * kChunkBytes, slot < 0 ? 0 : 16);
+  // Where the row of a slot is; the nearest row if there is no such slot.
+  __device__ const char* row(const Slots& slots, int i) {
+    const int high = params_.indices_are_64 ? slots.high[i] : slots.low[i] >> 31;
+    const int last = static_cast<int>(params_.num_slots - 1);
+    const int slot = high < 0 ? 0 : high > 0 || slots.low[i] < 0 ? last : min(slots.low[i], last);
+    clamped_ |= slot != slots.low[i] || high != 0;
+    return static_cast<const char*>(params_.kv_cache) + int64_t{slot} * (params_.kv_stride * C::Kv::kElementBytes) + lane_in_8_ * kChunkBytes;
   }
 
-  // Into the L2: what this warp will copy of two tiles, one token a lane.
-  __device__ void prefetch(int slots) const {
-    const int rope_slot = __shfl_sync(~0u, slots, lane_ / 4 * kTileTokens + 4 * warp_ + lane_ % 4);  // lanes 0..7
-    if (slots >= 0) {
-      const char* src = row(slots) + kSliceBytes * warp_;
-      arch::prefetch_l2(src);
-      arch::prefetch_l2(src + kSliceBytes - kChunkBytes);
+  // Tile `tile` of the segment is entry i of `slots`. Tokens past the end become zeros.
+  __device__ void copy_tile(const Slots& slots, int i, int tile, int stage) {
+    const bool exists = first_position_ + tile * kTileTokens < num_tokens_;
+    const char* src = exists ? row(slots, i) : static_cast<const char*>(params_.kv_cache);
+    const uint32_t dst = s_row_ + stage * C::kStageBytes, bytes = exists ? 16 : 0;
+#pragma unroll
+    for (int at = 0; at < C::kValueBytes; at += kGroupBytes) arch::cp_async_16(dst + at, src + at, bytes);
+    if (C::kRopeChunks == 8 || lane_in_8_ < C::kRopeChunks) arch::cp_async_16(dst + C::kValueBytes, src + C::kValueBytes, bytes);
+    arch::cp_async_arrive(s_full_ + stage * sizeof(uint64_t));
+  }
+
+  // The rows of a batch into the L2, a line a lane.
+  __device__ void prefetch(const Slots& slots, int tile) {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first_position_ + (tile + i) * kTileTokens >= num_tokens_) break;
+      const char* src = row(slots, i) + lane_in_8_ * (kGroupBytes - kChunkBytes);
+      if (lane_in_8_ * kGroupBytes < C::kValueBytes) arch::prefetch_l2(src);
+      if (lane_in_8_ == 0) arch::prefetch_l2(src + C::kValueBytes);
     }
-    if (lane_ < 8 && rope_slot >= 0) arch::prefetch_l2(row(rope_slot) + C::kValueBytes);
-  }
-
-  // Into the L2: the slot list of one tile, for a later slots_of_two. One lane.
-  __device__ void prefetch_list(int tile) const {
-    const int position = (segment_.first_tile + tile) * kTileTokens;
-    if (position < segment_.list_length) arch::prefetch_l2(list_ + int64_t{position} * index_bytes_);
   }
 
   __device__ void report() const {
@@ -100,19 +120,52 @@ class TileLoader {
   }
 
  private:
-  static constexpr int kSliceBytes = kDvPerWarp * C::Kv::kElementBytes;  // 256 or 128
-
-  __device__ const char* row(int slot) const { return static_cast<const char*>(params_.kv_cache) + max(slot, 0) * row_bytes_; }
-
   const MlaTreeVerifyParams& params_;
-  const Segment& segment_;
-  typename C::SharedMemoryPlan& smem_;
-  const int warp_, lane_;
-  const char* list_;   // indexed by the token's position in the request
+  const int lane_in_8_;
+  const int first_position_;  // in the request, of this lane's token in tile 0 of the segment
+  const int num_tokens_, list_length_;
+  const char* list_;   // indexed by the position
   const char* draft_;  // likewise
-  int64_t row_bytes_;
-  int index_bytes_;
+  uint32_t s_row_, s_full_;
   bool clamped_ = false;
 };
+
+// Q is in shared memory: let the score warps take it into registers, then its stages are free.
+__device__ __forceinline__ void hand_over_q() {
+  arch::cp_async_commit();
+  arch::cp_async_wait<1>();  // not for the tiles copied since
+  __syncthreads();
+  arch::named_barrier_sync(kBarQRead, kWarp * (kScoreWarps + kLoadWarps));
+}
+
+template <class C>
+__device__ __forceinline__ void run_load_warp(const MlaTreeVerifyParams& params, const Segment& segment,
+                                              typename C::SharedMemoryPlan& smem, bool first_segment) {
+  const int thread = threadIdx.x - kMathThreads, warp = thread / kWarp, num_tiles = segment.num_tiles;
+  TileLoader<C> loader(params, segment, smem, warp);
+  typename TileLoader<C>::Slots slots, next;
+  loader.read_slots(slots, 0);
+  reset<C>(smem, first_segment, thread);
+  load_q<C>(params, smem, segment.request, blockIdx.x * C::kRows, warp);
+
+  int stage = 0;
+  uint32_t parity = 1;  // a fresh barrier lets the first round pass
+  for (int batch = 0; batch < num_tiles; batch += kBatch) {
+    if (batch + kBatch < num_tiles) loader.read_slots(next, batch + kBatch);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int tile = batch + i;
+      if (tile >= num_tiles) break;
+      if (tile == C::kEarlyTiles) hand_over_q();
+      arch::mbarrier_wait(arch::smem_address(&smem.bar_kv_empty[stage]), parity);
+      loader.copy_tile(slots, i, tile, stage);
+      if (++stage == C::kStages) stage = 0, parity ^= 1;
+      if (kPrefetch && i == 1 && batch + kBatch < num_tiles) loader.prefetch(next, batch + kBatch);
+    }
+    slots = next;
+  }
+  if (num_tiles <= C::kEarlyTiles) hand_over_q();
+  loader.report();
+}
 
 }  // namespace sgl_kernel_sm120::mla_tree_verify_op

@@ -6,8 +6,6 @@
 
 namespace sgl_kernel_sm120::mla_tree_verify_op {
 
-constexpr int kMaxBatch = 256;
-
 template <typename T>
 __device__ __forceinline__ int inclusive_block_sum(T value, int (&s_warp_sums)[kMaxBatch / kWarp]) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;

@@ -42,19 +42,19 @@ MLA_HOST_DEVICE constexpr int max_columns(int row_tiles, int num_sms) {
   return num_sms > row_tiles ? num_sms / row_tiles : 1;
 }
 
-// The columns that get work when the line is num_tiles long.
-MLA_HOST_DEVICE constexpr int num_columns(int64_t num_tiles, int max_columns) {
-  const int64_t wanted = num_tiles / kMinTilesPerColumn;
-  return wanted < 1 ? 1 : wanted < max_columns ? static_cast<int>(wanted) : max_columns;
+// The columns that get work when the line is num_tiles long. Tiles times columns must stay under 2^32: 2^28 tokens in all.
+MLA_HOST_DEVICE constexpr int num_columns(int num_tiles, int max_columns) {
+  const int wanted = num_tiles / kMinTilesPerColumn;
+  return wanted < 1 ? 1 : wanted < max_columns ? wanted : max_columns;
 }
 
-MLA_HOST_DEVICE constexpr int64_t column_begin(int column, int64_t num_tiles, int columns) {
-  return column * num_tiles / columns;
+MLA_HOST_DEVICE constexpr int column_begin(int column, int num_tiles, int columns) {
+  return static_cast<int>(static_cast<uint32_t>(column) * static_cast<uint32_t>(num_tiles) / static_cast<uint32_t>(columns));
 }
 
 // The column that holds a tile: the last one that begins at or before it.
-MLA_HOST_DEVICE constexpr int column_of_tile(int64_t tile, int64_t num_tiles, int columns) {
-  return static_cast<int>(((tile + 1) * columns - 1) / num_tiles);
+MLA_HOST_DEVICE constexpr int column_of_tile(int tile, int num_tiles, int columns) {
+  return static_cast<int>((static_cast<uint32_t>(tile + 1) * static_cast<uint32_t>(columns) - 1) / static_cast<uint32_t>(num_tiles));
 }
 
 // One entry a request and a last one whose first_tile is the length of the line. int4 on the device.

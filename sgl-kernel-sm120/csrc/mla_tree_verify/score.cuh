@@ -52,11 +52,11 @@ __device__ __forceinline__ void load_q_fragments_fp8(QFragments<C>& r_q, typenam
   }
 }
 
-// All warps, fp8: an exact power of two for each row of Q, so that its largest element lies in [2^14, 2^15).
+// Score and value warps, fp8: an exact power of two for each row of Q, so that its largest element lies in [2^14, 2^15).
 template <class C>
 __device__ __forceinline__ void find_q_scales(typename C::SharedMemoryPlan& smem) {
   const int lane = threadIdx.x % kWarp;
-  for (int r = threadIdx.x / kWarp; r < C::kRows; r += kThreads / kWarp) {
+  for (int r = threadIdx.x / kWarp; r < C::kRows; r += kMathThreads / kWarp) {
     const auto* row = reinterpret_cast<const uint32_t*>(smem.kv[C::kEarlyTiles]) + r * (kQRowBytes / 4);
     uint32_t largest = 0;
     for (int i = lane; i < kQRowBytes / 4; i += kWarp) largest = __vmaxu2(largest, row[i] & 0x7fff7fffu);
@@ -68,19 +68,20 @@ __device__ __forceinline__ void find_q_scales(typename C::SharedMemoryPlan& smem
 
 // Half of each score of the tile, over this warp's columns.
 template <class C, int kHalf>
-__device__ __forceinline__ void qk_gemm(float (&r_s)[C::kRowBlocks][4], const QFragments<C>& r_q, uint32_t s_kv) {
+__device__ __forceinline__ void qk_gemm(float (&r_s)[C::kRowBlocks][4], const QFragments<C>& r_q, uint32_t s_kv, int always) {
   const int lane = threadIdx.x % kWarp;
   const uint32_t row = s_kv + lane % 16 * C::kPitch + ((2 * kHalf + lane / 16) ^ lane % 8) * kChunkBytes;
   const uint32_t places[2] = {row, row ^ (4 * kChunkBytes)};  // chunks 4 i + 2 half + (0, 1) of a row for even i, for odd i
 #pragma unroll
   for (int j = 0; j < C::kRowBlocks; ++j) r_s[j][0] = r_s[j][1] = r_s[j][2] = r_s[j][3] = 0.f;
   constexpr int kLoads = C::Kv::kRowChunks / 4;  // 18, or 9 of two steps each
-  uint32_t r_k[2][4];
-  arch::ldmatrix_x4(r_k[0], places[0]);
+  constexpr int kAhead = 3;
+  uint32_t r_k[kAhead][4];
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) arch::ldmatrix_x4(r_k[i], places[i % 2] + i / 2 * kGroupBytes);
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
-    if (i + 1 < kLoads) arch::ldmatrix_x4(r_k[(i + 1) % 2], places[(i + 1) % 2] + (i + 1) / 2 * kGroupBytes);
-    const uint32_t(&r)[4] = r_k[i % 2];
+    uint32_t(&r)[4] = r_k[i % kAhead];
     if constexpr (C::Kv::kFp8) {
       uint32_t a[2][4];
 #pragma unroll
@@ -94,6 +95,7 @@ __device__ __forceinline__ void qk_gemm(float (&r_s)[C::kRowBlocks][4], const QF
 #pragma unroll
       for (int j = 0; j < C::kRowBlocks; ++j) arch::mma_bf16(r_s[j], r, r_q[i][j][0], r_q[i][j][1]);
     }
+    if (i + kAhead < kLoads) arch::ldmatrix_x4_if(r, places[(i + kAhead) % 2] + (i + kAhead) / 2 * kGroupBytes, always);
   }
 }
 
@@ -131,7 +133,7 @@ __device__ __forceinline__ void exchange_scores(float (&r_s)[C::kRowBlocks][4], 
 // Scores in units of log2, capped; those that the tree or the end of the request hides become -inf.
 template <class C, int kHalf>
 __device__ __forceinline__ void scale_and_mask(float (&r_s)[C::kRowBlocks][4], const MlaTreeVerifyParams& params, const Segment& segment,
-                                               typename C::SharedMemoryPlan& smem, int tile) {
+                                               typename C::SharedMemoryPlan& smem, int tile, bool masked) {
   using Mine = Own<C, kHalf>;
   const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
   const float scale = params.score_scale * kLog2e;
@@ -150,17 +152,18 @@ __device__ __forceinline__ void scale_and_mask(float (&r_s)[C::kRowBlocks][4], c
     for (int j = Mine::kBegin; j < Mine::kEnd; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i)  // cap * tanh(s / cap)
-        r_s[j][i] = cap - 2.f * cap / (1.f + arch::exp2_approx(2.f * kLog2e / cap * r_s[j][i]));
+        r_s[j][i] = cap - __fdividef(2.f * cap, 1.f + arch::exp2_approx(2.f / params.logit_cap * r_s[j][i]));
     }
   }
+  if (!masked) return;
+  const int prefix = segment.prefix, num_tokens = segment.num_tokens;
   const int position = (segment.first_tile + tile) * kTileTokens;
-  if (position + kTileTokens <= segment.prefix) return;
 #pragma unroll
   for (int j = Mine::kBegin; j < Mine::kEnd; ++j) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int token = position + g + i / 2 * 8, key = token - segment.prefix;
-      const bool visible = key < 0 || (token < segment.num_tokens && smem.tree_mask[8 * j + 2 * t + i % 2][key / 32] >> (key % 32) & 1);
+      const int token = position + g + i / 2 * 8, key = token - prefix;
+      const bool visible = key < 0 || (token < num_tokens && smem.tree_mask[8 * j + 2 * t + i % 2][key / 32] >> (key % 32) & 1);
       if (!visible) r_s[j][i] = -INFINITY;
     }
   }
@@ -234,19 +237,21 @@ __device__ __forceinline__ void run_score_warp(const MlaTreeVerifyParams& params
   QFragments<C> r_q;
   if constexpr (C::Kv::kFp8) load_q_fragments_fp8<C, kHalf>(r_q, smem);
   else load_q_fragments_bf16<C, kHalf>(r_q, smem);
-  __syncthreads();  // the stages that held Q are free
+  arch::named_barrier_arrive(kBarQRead, kWarp * (kScoreWarps + kLoadWarps));
 
+  const int num_tiles = segment.num_tiles;
+  const int first_masked = segment.prefix / kTileTokens - segment.first_tile;  // tile with a draft key or past the end
   int stage = pair;
   uint32_t parity = 0;
-  for (int tile = pair; tile < segment.num_tiles; tile += kPairs) {
+  for (int tile = pair; tile < num_tiles; tile += kPairs) {
     const uint32_t s_kv = arch::smem_address(smem.kv[stage]);
     float r_s[C::kRowBlocks][4];
     float2 r_max[C::kRowBlocks];
     arch::mbarrier_wait(arch::smem_address(&smem.bar_kv_full[stage]), parity);
-    qk_gemm<C, kHalf>(r_s, r_q, s_kv);
-    exchange_scores<C, kHalf>(r_s, smem, pair, tile < kPairs, tile + kPairs >= segment.num_tiles);
+    qk_gemm<C, kHalf>(r_s, r_q, s_kv, params.b);
+    exchange_scores<C, kHalf>(r_s, smem, pair, tile < kPairs, tile + kPairs >= num_tiles);
     if (Own<C, kHalf>::kCount > 0) {
-      scale_and_mask<C, kHalf>(r_s, params, segment, smem, tile);
+      scale_and_mask<C, kHalf>(r_s, params, segment, smem, tile, tile >= first_masked);
       settle_row_max<C, kHalf>(r_max, r_s, smem, pair, tile, stage);
       write_p<C, kHalf>(r_s, r_max, s_kv);
       __syncwarp();

@@ -1,20 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The piece of work between two reloads of Q, and the mask of its draft keys.
 #pragma once
+#include "arch/barrier.cuh"
 #include "mla_tree_verify/config.h"
 #include "params.h"
 
 namespace sgl_kernel_sm120::mla_tree_verify_op {
-
-struct Segment {
-  int request;
-  int first_tile, num_tiles;  // of the request
-  int num_tokens;             // of the request, draft tokens included
-  int prefix;                 // tokens that every row sees
-  int list_begin, list_length;
-  int num_parts;              // segments that share the request
-  int slot;                   // of the workspace
-};
 
 __device__ __forceinline__ PlanEntry load_plan_entry(const MlaTreeVerifyParams& params, int request) {
   const int4 v = __ldg(reinterpret_cast<const int4*>(params.plan) + request);
@@ -22,14 +13,14 @@ __device__ __forceinline__ PlanEntry load_plan_entry(const MlaTreeVerifyParams& 
 }
 
 // A plan made for other lengths must not lead out of kv_indices.
-__device__ __forceinline__ Segment make_segment(const MlaTreeVerifyParams& params, int request, int64_t line, int64_t line_end,
-                                                int64_t num_tiles, int columns, int column) {
+__device__ __forceinline__ Segment make_segment(const MlaTreeVerifyParams& params, int request, int line, int line_end,
+                                                int num_tiles, int columns, int column) {
   const PlanEntry entry = load_plan_entry(params, request);
   const int next = load_plan_entry(params, request + 1).first_tile;
   Segment s;
   s.request = request;
-  s.first_tile = static_cast<int>(line) - entry.first_tile;
-  s.num_tiles = min(static_cast<int>(line_end), next) - static_cast<int>(line);
+  s.first_tile = line - entry.first_tile;
+  s.num_tiles = min(line_end, next) - line;
   s.list_begin = static_cast<int>(min(int64_t{max(entry.list_begin, 0)}, params.num_indices));
   s.list_length = static_cast<int>(min(int64_t{max(entry.list_length, 0)}, params.num_indices - s.list_begin));
   s.num_tokens = params.draft_slots == nullptr ? min(entry.num_tokens, s.list_length) : entry.num_tokens;
@@ -62,20 +53,62 @@ __device__ __forceinline__ bool mask_block_is_complete(const MlaTreeVerifyParams
   return begin >= 0 && begin + int64_t{params.s_q} * (segment.prefix + params.s_q) <= params.mask_bytes;
 }
 
-// All warps: a bit a draft key and row. Rows past the end see none.
+// Score and value warps: a bit a draft key and row. Rows past the end see none.
 template <class C>
 __device__ __forceinline__ void build_tree_mask(const MlaTreeVerifyParams& params, const Segment& segment,
                                                 typename C::SharedMemoryPlan& smem, int first_row) {
   const int lane = threadIdx.x % kWarp;
-  for (int r = threadIdx.x / kWarp; r < C::kRows; r += kThreads / kWarp) {
+  for (int r = threadIdx.x / kWarp; r < C::kRows; r += kMathThreads / kWarp) {
     const int position = (first_row + r) / params.h_q;
-    for (int word = 0; word < kMaskWords; ++word) {
+    for (int word = 0; word * 32 < params.s_q; ++word) {
       const int key = word * 32 + lane;
       const bool visible = position < params.s_q && key < params.s_q && draft_key_visible(params, segment, position, key);
       const uint32_t bits = __ballot_sync(~0u, visible);
       if (lane == 0) smem.tree_mask[r][word] = bits;
     }
   }
+  if (threadIdx.x == 0 && params.status != nullptr && !mask_block_is_complete(params, segment)) atomicOr(params.status, kMaskClamped);
 }
+
+// What the plan kernel found.
+__device__ __forceinline__ void report_plan_status(const MlaTreeVerifyParams& params) {
+  const int flags = load_plan_entry(params, params.b).list_length;
+  if (flags != 0 && params.status != nullptr) atomicOr(params.status, flags);
+}
+
+// The segments of a column, one after the other. Load warps step together and tell the others through shared memory.
+class Segments {
+ public:
+  __device__ Segments(const MlaTreeVerifyParams& params, int thread) : params_(params), columns_(0), line_(0), line_end_(0) {
+    num_tiles_ = load_plan_entry(params, params.b).first_tile;
+#pragma unroll
+    for (int i = 0; i < kRequestsPerThread; ++i) {
+      const int request = thread + i * kLoadThreads;
+      request_end_[i] = request < params.b ? load_plan_entry(params, request + 1).first_tile : INT32_MAX;
+    }
+    columns_ = num_columns(num_tiles_, gridDim.y);
+    if (blockIdx.y < columns_) line_ = column_begin(blockIdx.y, num_tiles_, columns_), line_end_ = column_begin(blockIdx.y + 1, num_tiles_, columns_);
+  }
+
+  // num_tiles is 0 at the end.
+  __device__ Segment next() {
+    Segment segment{};
+    if (line_ >= line_end_) return segment;
+    int request = 0;
+#pragma unroll
+    for (int i = 0; i < kRequestsPerThread; ++i)
+      if (i * kLoadThreads < params_.b) request += arch::named_barrier_count(kBarLoadWarps, kLoadThreads, request_end_[i] <= line_);
+    segment = make_segment(params_, request, line_, line_end_, num_tiles_, columns_, blockIdx.y);
+    line_ += segment.num_tiles;
+    return segment;
+  }
+
+ private:
+  static constexpr int kRequestsPerThread = kMaxBatch / kLoadThreads;
+
+  const MlaTreeVerifyParams& params_;
+  int request_end_[kRequestsPerThread];  // on the line
+  int num_tiles_, columns_, line_, line_end_;
+};
 
 }  // namespace sgl_kernel_sm120::mla_tree_verify_op

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Value warps: O^T[column, row] += V^T P^T for 128 value columns each, and the copies of the tiles to come.
+// Value warps: O^T[column, row] += V^T P^T for 128 value columns each.
 #pragma once
 #include "mla_tree_verify/score.cuh"
 
@@ -155,13 +155,10 @@ __device__ __forceinline__ void store_output(const OFragments<C>& r_o, const Mla
     params.lse[int64_t{segment.request} * num_rows + row] = (smem.row_max[r] + log2f(smem.row_sum[r])) / kLog2e;
 }
 
-// Every tile of the segment, 128 columns of the value; refills the stages.
+// Every tile of the segment, 128 columns of the value.
 template <class C>
-__device__ __forceinline__ void run_value_warp(const MlaTreeVerifyParams& params, const Segment& segment, TileLoader<C>& loader,
-                                               const int (&r_first_slots)[C::kFirstLoads], typename C::SharedMemoryPlan& smem,
-                                               int row_tile, int warp) {
-  const int lane = threadIdx.x % kWarp;
-  const int num_tiles = segment.num_tiles;
+__device__ __forceinline__ void run_value_warp(const MlaTreeVerifyParams& params, const Segment& segment,
+                                               typename C::SharedMemoryPlan& smem, int warp) {
   OFragments<C> r_o;
 #pragma unroll
   for (int m = 0; m < kColumnBlocks; ++m) {
@@ -169,60 +166,26 @@ __device__ __forceinline__ void run_value_warp(const MlaTreeVerifyParams& params
     for (int j = 0; j < C::kRowBlocks; ++j) r_o[m][j][0] = r_o[m][j][1] = r_o[m][j][2] = r_o[m][j][3] = 0.f;
   }
   float r_sum[kSumsPerWarp] = {};
-  __syncthreads();  // the stages that held Q are free
-#pragma unroll
-  for (int tile = C::kEarlyTiles; tile < C::kStages; ++tile) {
-    if (tile >= num_tiles) break;
-    loader.copy_values(tile, r_first_slots[tile / 2], tile % 2);
-    loader.copy_rope(tile, loader.rope_slot(r_first_slots[tile / 2], tile % 2));
-    arch::cp_async_arrive(arch::smem_address(&smem.bar_kv_full[tile]));
-  }
 
-  // Slots are read two tiles at a time and two tiles before their use: a register that waits for memory must not be moved.
-  int slots = r_first_slots[C::kFirstLoads - 1], slots_next = 0;  // of the pair of tiles that tile + kStages is in
-  int slots_far = 0;
-  int rope_slot = 0;
-  int stage = 0, stage_behind = 0;
-  uint32_t parity = 0, parity_behind = 0;
+  const int num_tiles = segment.num_tiles;
+  int stage = 0;
+  uint32_t parity = 0;
   for (int tile = 0; tile < num_tiles; ++tile) {
-    const int ahead = tile + C::kStages, odd = ahead % 2;
-    if (!odd || tile == 0) slots_next = loader.slots_of_two(ahead - odd + 2);
     const uint32_t s_kv = arch::smem_address(smem.kv[stage]);
     uint32_t r_p[C::kRowBlocks][2];
     arch::mbarrier_wait(arch::smem_address(&smem.bar_p_full[stage]), parity);
     load_p<C>(r_p, s_kv);
-    if (tile > 0 && ahead - 1 < num_tiles) {
-      arch::mbarrier_wait(arch::smem_address(&smem.bar_p_empty[stage_behind]), parity_behind);
-      loader.copy_rope(stage_behind, rope_slot);
-      arch::cp_async_arrive(arch::smem_address(&smem.bar_kv_full[stage_behind]));
-    }
-    if (kPrefetchTiles > 0 && ahead + kPrefetchTiles < num_tiles) {
-      if (odd) {
-        if (tile > 1) loader.prefetch(slots_far);
-      } else {
-        slots_far = loader.slots_of_two(ahead + kPrefetchTiles);
-        if (lane < 2) loader.prefetch_list(ahead + kPrefetchTiles + kPrefetchListTiles + lane);
-      }
-    }
     rescale_o<C>(r_o, r_sum, smem, stage, warp);
-    add_row_sums<C>(r_sum, r_p, warp);
     pv_gemm<C>(r_o, r_p, s_kv, warp);
     __syncwarp();
-    if (lane == 0) arch::mbarrier_arrive(arch::smem_address(&smem.bar_p_empty[stage]));
-    if (ahead < num_tiles) {
-      loader.copy_values(stage, slots, odd);
-      rope_slot = loader.rope_slot(slots, odd);
-    }
-    if (odd) slots = slots_next;
-
-    stage_behind = stage, parity_behind = parity;
+    if (threadIdx.x % kWarp == 0) arch::mbarrier_arrive(arch::smem_address(&smem.bar_kv_empty[stage]));
+    add_row_sums<C>(r_sum, r_p, warp);
     if (++stage == C::kStages) stage = 0, parity ^= 1;
   }
-  loader.report();
   arch::launch_next_kernel();
   share_row_sums<C>(r_sum, smem, warp);
-  if (segment.num_parts == 1) store_output<C>(r_o, params, segment, smem, row_tile * C::kRows, warp);
-  else store_partial<C>(r_o, params, segment, smem, row_tile, warp);
+  if (segment.num_parts == 1) store_output<C>(r_o, params, segment, smem, blockIdx.x * C::kRows, warp);
+  else store_partial<C>(r_o, params, segment, smem, blockIdx.x, warp);
 }
 
 }  // namespace sgl_kernel_sm120::mla_tree_verify_op
