@@ -173,9 +173,8 @@ class TestEntry:
 
 
 def instructions():
-    text = re.sub(
-        r"\\\n", " ", "\n".join(l for l in (DOCKER / "Dockerfile").read_text().split("\n") if not l.startswith("#"))
-    )
+    lines = (DOCKER / "Dockerfile").read_text().split("\n")
+    text = re.sub(r"\\\n", " ", "\n".join(line for line in lines if not line.startswith("#")))
     return [line.split(None, 1) for line in text.split("\n") if line.strip()]
 
 

@@ -12,17 +12,34 @@ from pathlib import Path
 
 import pytest
 import requests
+import yaml
 
 pytestmark = pytest.mark.server
 
 MODELS = Path(__file__).parents[1] / "models"
+ENTRY = Path(__file__).parents[2] / "docker" / "entry.sh"
+KEY = "a-key-for-this-test-only"
 START_WITHIN_S = 280
 TREE = 16
+# The fork on a CPU: the small model in float32, a tree of 16.
+RECIPE = {
+    "model-path": str(MODELS / "target"),
+    "served-model-name": "small",
+    "device": "cpu",
+    "dtype": "float32",
+    "attention-backend": "kdtree_sm120",
+    "speculative-algorithm": "DDTREE",
+    "speculative-draft-model-path": str(MODELS / "drafter"),
+    "speculative-num-draft-tokens": TREE,
+    "max-total-tokens": 8192,
+    "max-running-requests": 4,
+    "enable-metrics": True,
+}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """One server for the module: the fork, the small model in float32, a tree of 16."""
+    """One server for the module, started as container and systemd unit start it: by the entry script, with a key."""
     if "+kdtree" not in metadata.version("sglang"):
         pytest.skip("the fork is not installed: make test installs it")
     if not (MODELS / "target" / "model.safetensors").exists():
@@ -30,21 +47,22 @@ def server(tmp_path_factory):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [
-        sys.executable, "-m", "sglang.launch_server", "--model-path", MODELS / "target", "--device", "cpu",
-        "--dtype", "float32", "--attention-backend", "kdtree_sm120", "--speculative-algorithm", "DDTREE",
-        "--speculative-draft-model-path", MODELS / "drafter", "--speculative-num-draft-tokens", str(TREE),
-        "--max-total-tokens", "8192", "--max-running-requests", "4", "--served-model-name", "small",
-        "--host", "127.0.0.1", "--port", str(port), "--enable-metrics",
-    ]  # fmt: skip
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    (folder / "key").write_text(KEY)
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": "0",
+        "KDTREE_PYTHON": sys.executable,
+        "KDTREE_RECIPE": str(folder / "recipe.yaml"),
+        "KDTREE_PORT": str(port),
+        "KDTREE_API_KEY_FILE": str(folder / "key"),
+        "TMPDIR": str(folder),
     }
-    log = tmp_path_factory.mktemp("server") / "log.txt"
+    log = folder / "log.txt"
     with log.open("w") as out:
-        process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
+        process = subprocess.Popen([ENTRY, "serve"], env=environment, stdout=out, stderr=out, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until_ready(url, process, log)
@@ -55,6 +73,12 @@ def server(tmp_path_factory):
             process.wait(timeout=30)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv("SGLANG_API_KEY", KEY)
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)  # where upstream's benchmark looks for it
 
 
 def wait_until_ready(url, process, log):
@@ -155,3 +179,32 @@ def test_a_wrong_model_name(server, cli_error):
 def test_verify_needs_validate_mode(server, cli_error):
     error = cli_error("probe", "verify", "--url", server)
     assert error["got"] == "'on'" and "--kdtree-verify validate" in error["remedy"]
+
+
+def test_the_entry_scripts_health_check(server):
+    environment = os.environ | {"KDTREE_PYTHON": sys.executable, "KDTREE_PORT": server.rsplit(":", 1)[1]}
+    assert subprocess.run([ENTRY, "health"], env=environment, timeout=60, check=False).returncode == 0
+
+
+def test_the_key_guards_all_but_health_and_metrics(server, cli_error, monkeypatch):
+    """What docs/deploy-kimi-k2.6.md says must not be exposed: /metrics answers without a key."""
+    monkeypatch.delenv("SGLANG_API_KEY")
+    assert "--api-key" in cli_error("bench", "longctx", "--url", server)["remedy"]
+    codes = {
+        path: requests.get(server + path, timeout=10).status_code for path in ("/health", "/metrics", "/server_info")
+    }
+    assert codes == {"/health": 200, "/metrics": 200, "/server_info": 401}
+    assert requests.post(server + "/generate", json={"text": "x"}, timeout=10).status_code == 401
+
+
+def test_the_key_is_not_to_be_seen_in_the_process_list(server):
+    port = server.rsplit(":", 1)[1]
+    lines = [Path(f"/proc/{pid}/cmdline") for pid in os.listdir("/proc") if pid.isdigit()]
+    texts = []
+    for line in lines:
+        try:
+            texts.append(line.read_text(errors="replace"))
+        except OSError:
+            continue  # ended meanwhile
+    assert any(port in text and "launch_server" in text for text in texts)
+    assert not any(KEY in text for text in texts)
