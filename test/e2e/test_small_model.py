@@ -17,7 +17,7 @@ from e2e import workloads
 from e2e.servers import TARGET, meta, speculative, token_ids
 from e2e.workloads import GREEDY
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 KDTREE = [*TARGET, "--max-total-tokens", "16384", "--attention-backend", "kdtree_sm120"]
 # Request seeds need this flag; it also makes plain decoding sample by seed alone.
@@ -31,6 +31,8 @@ PAGED = [
     *TARGET, "--attention-backend", "kdtree_sm120", *speculative("DDTREE"), "--speculative-num-draft-tokens", "16",
     "--page-size", "16", "--max-total-tokens", "1024", "--max-running-requests", "8", "--chunked-prefill-size", "64",
     "--disable-overlap-schedule", *SEEDS,
+    # Admits requests by their prompts alone, so that the pool runs full and requests are retracted.
+    "--schedule-conservativeness", "0.01",
 ]  # fmt: skip
 # Checks after every step that each KV slot has one owner, not only when idle.
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2"}
@@ -69,18 +71,12 @@ def paged(plain, servers):
     server.assert_all_slots_are_back()
 
 
-def greedy_answers(server, expected):
-    """20 prompts of many lengths at once -> (token ids, verify steps)"""
-    outputs = server.generate([entry["prompt"] for entry in expected], GREEDY | {"max_new_tokens": 128})
-    return token_ids(outputs), [output["meta_info"].get("spec_verify_ct") for output in outputs]
-
-
-def check_greedy(server, expected, walk):
-    """Tokens and verify steps of 20 prompts x 128 tokens, against the walk computed in torch."""
-    tokens, steps = greedy_answers(server, expected)
-    assert tokens == [entry["tokens"] for entry in expected]
+def check_greedy(server, entries, walk):
+    """Tokens and verify steps of 128 tokens, all prompts at once, against the walk computed in torch."""
+    outputs = server.generate([entry["prompt"] for entry in entries], GREEDY | {"max_new_tokens": 128})
+    assert token_ids(outputs) == [entry["tokens"] for entry in entries]
     if walk != "plain":
-        assert steps == [entry["steps"][walk] for entry in expected]
+        assert meta(outputs, "spec_verify_ct") == [entry["steps"][walk] for entry in entries]
 
 
 def test_plain_decoding(plain, servers, expected):
@@ -218,11 +214,12 @@ def test_seeded_sampling_is_plain_sampling_token_for_token(paged, plain):
     assert sum(meta(outputs, "spec_verify_ct")) < 0.95 * 12 * 31, "hardly any draft was accepted"
 
 
-def test_tree_of_16_in_pages_without_overlap(paged, expected):
-    """A pool of 1024 slots: few requests at a time, chunked prefill, pages of 16."""
-    some = [entry for entry in expected if entry["prompt_tokens"] < 600][:6]
-    assert len(some) == 6
-    check_greedy(paged, some, "tree16")
+def test_tree_of_16_takes_the_counted_steps_in_pages_without_overlap(paged, expected):
+    """Two at a time: more do not fit into the pool, and a retracted request drafts anew from another token."""
+    entries = [entry for entry in expected if entry["prompt_tokens"] < 320][:8]
+    assert len(entries) == 8
+    for pair in zip(entries[::2], entries[1::2], strict=True):
+        check_greedy(paged, pair, "tree16")
 
 
 def test_full_pool_retracts_and_answers_the_same(paged, plain):
