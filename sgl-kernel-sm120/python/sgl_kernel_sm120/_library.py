@@ -13,6 +13,7 @@ NO_LIBRARY = "this installation has the CPU ops only; reinstall sgl-kernel-sm120
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _names: list[str] = []
+_cuda_names: set[str] = set()  # a set, so that torch.compile can trace the question
 
 
 def register(name: str, arguments: str, *, cpu: Callable, fake: Callable) -> Callable:
@@ -44,11 +45,13 @@ def load_compiled_library() -> bool:
             f"{LIBRARY_PATH.name} does not load under torch {torch.__version__}: {error}. Supported are torch 2.11 to "
             "2.14; reinstall sgl-kernel-sm120, or delete the file to run the CPU ops alone."
         ) from error
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    _cuda_names.update(name for name in _names if has_kernel(f"{NAMESPACE}::{name}", "CUDA"))
     return True
 
 
 def has_cuda_kernel(name: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", "CUDA")
+    return name in _cuda_names
 
 
 def cuda_available_ops() -> tuple[str, ...]:

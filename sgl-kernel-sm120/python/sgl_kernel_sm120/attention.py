@@ -65,7 +65,8 @@ def mla_tree_verify(
     shapes, so a captured graph may be replayed with other lengths. On the CPU this is mla_tree_verify_reference.
     """
     _library.require_kernel(_OP, q)
-    b, s_q, h_q = q.shape[:3] if q.dim() == 4 else fail(_OP, "q", "4 dimensions [b, s_q, h_q, 576]", describe(q))
+    check_ndim(_OP, "q", q, 4, "[b, s_q, h_q, 576]")
+    b, s_q, h_q, _ = q.shape
     if out is None:
         out = q.new_empty(b, s_q, h_q, D_V)
     if workspace is None:
