@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/deploy-kimi-k2.6.md: its commands parse, its paths exist, its figures are what plan prints."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from kit.test_plan import case_study
+
+from sglang.kdtree.cli import build_parser
+from sglang.kdtree.plan import buffers
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "deploy-kimi-k2.6.md").read_text()
+COMMANDS = re.findall(r"^python -m sglang\.kdtree (.+)$", TEXT, flags=re.M)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_of_the_kit_parses(command):
+    build_parser().parse_args(shlex.split(command))
+
+
+def test_all_verbs_an_operator_needs_are_shown():
+    assert len(COMMANDS) >= 8
+    for verb in (
+        "doctor",
+        "plan",
+        "bench longctx",
+        "bench compare",
+        "probe commit-length",
+        "probe gpu",
+        "probe verify",
+    ):
+        assert any(command.startswith(verb) for command in COMMANDS), verb
+
+
+def test_every_path_exists():
+    for path in set(re.findall(r"`((?:docker|test|docs)/[\w./-]+)`", TEXT)):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_table_of_pools_is_what_plan_prints(cli, data):
+    rows = re.findall(r"^\| (0\.\d+) \| ([\d,]+) tokens \| ([\d.]+) GB \|$", TEXT, flags=re.M)
+    assert [fraction for fraction, _, _ in rows] == ["0.85", "0.93", "0.94"]
+    for fraction, tokens, slack in rows:
+        _, document = cli(
+            "plan", "--model", data / "kimi_k2_6.json", "--draft", data / "kimi_k2_6_dflash.json", "--context", 200_000,
+            "--mem-fraction-static", fraction,
+        )  # fmt: skip
+        assert f"{document['pool']['tokens']:,}" == tokens
+        assert f"{document['rank_bytes']['slack'] / 1e9:.2f}" == slack
+
+
+def test_the_case_studys_pools_by_plan(cli, data):
+    for fraction, observed in ((0.85, "101,134"), (0.93, "195,011")):
+        _, document = cli(*case_study(data, "--context", 90_000, "--mem-fraction-static", fraction))
+        assert observed in TEXT and f"{document['pool']['tokens']:,}" in TEXT
+
+
+def test_what_fewer_requests_free():
+    rows = [buffers.row_table_bytes(max_requests=n, context=200_000, tree_size=9, page_size=1) / 1e6 for n in (64, 8)]
+    assert "({:.0f} MB against {:.0f} MB)".format(*rows) in TEXT
+    graphs = [buffers.triton_buffer_bytes(batch=n, context=200_000, tree_size=9, heads=8) / 1e9 for n in (64, 8)]
+    said = re.sub(r"\s+", " ", TEXT)
+    assert f"{graphs[0]:.2f} GB at 64 requests and {graphs[1]:.2f} GB at 8" in said
+
+
+def test_the_flags_it_explains_are_the_recipes():
+    import yaml
+
+    recipe = yaml.safe_load((ROOT / "docker" / "kimi-k2.6.yaml").read_text())
+    assert f"--max-running-requests {recipe['max-running-requests']}`, not 64" in TEXT
+    assert f"--chunked-prefill-size {recipe['chunked-prefill-size']}`" in TEXT
+    assert f"Start with {recipe['mem-fraction-static']:g}" in TEXT
+    assert sum(key.startswith("speculative-") for key in recipe) == 3
