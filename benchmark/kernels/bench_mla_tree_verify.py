@@ -138,8 +138,7 @@ def run_shape(shape: shapes.Shape, args: argparse.Namespace, context: Context, d
             data["rows"].append(results.row(name, shape, measured, error))
             continue
         finally:
-            prepared = None
-            gc.collect()
+            prepared = None  # frees the arm's buffers before the next one's
         results.add_missing(data, name, reason.splitlines()[0], shape)
     return right
 
@@ -170,6 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     for i, shape in enumerate(args.selected):
         start = time.perf_counter()
         right &= run_shape(shape, args, context, data)
+        gc.collect()
         if args.out and not args.check_only:
             results.save(args.out, data)
         print(
