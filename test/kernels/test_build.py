@@ -65,6 +65,9 @@ GOOD = resources.Row("kernel<1>", "sm_120a", 200, 1024, 100352, 0, 0, 0)
 def test_gate_refuses(change, fault):
     assert GOOD.faults() == []
     assert GOOD._replace(**change).faults() == [fault]
+    assert GOOD._replace(**change, arch="sm_90a").faults() == [fault]
+    smem = "dynamic_smem" in change
+    assert GOOD._replace(**change, arch="sm_80").faults() == ([fault] if smem else []), "spills are not refused there"
 
 
 def test_listing_must_be_the_committed_one():
