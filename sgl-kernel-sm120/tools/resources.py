@@ -170,10 +170,9 @@ def main(argv: list[str] | None = None) -> int:
     rows = rows_of(build)
     faults = [f"{row.kernel} ({row.arch}) {fault}" for row in rows for fault in row.faults()]
     print("\n".join(faults) or f"{len(rows)} kernels for {' '.join(archs)}: resources in order")
-    print(
-        *(f"note: {row.kernel} ({row.arch}) {s}" for row in rows if row.arch not in GATED for s in row.spills()),
-        sep="\n",
-    )
+    for row in rows:
+        if row.arch not in GATED and row.spills():
+            print(f"note: {row.kernel} ({row.arch}) {' and '.join(row.spills())}")
     if args.command == "update":
         LISTING.write_text(listing(rows))
         return bool(faults)

@@ -216,6 +216,9 @@ def build_wheel(tmp_path, **environment):
     ignore = shutil.ignore_patterns("build", "*.so", "*.egg-info", "__pycache__")
     shutil.copytree(PACKAGE, source, ignore=ignore)
     (source / "python" / "sgl_kernel_sm120" / "left_over.so").touch()  # of an earlier in-place build
+    objects = Path("build", "obj", "120a")  # what the resource gate compiled, if it ran: fresh in another folder too
+    if (PACKAGE / objects).exists():
+        shutil.copytree(PACKAGE / objects, source / objects)
     out = tmp_path / "wheel"
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(out), str(source)]
     subprocess.run(command, check=True, env={**os.environ, **environment}, capture_output=True, text=True)
