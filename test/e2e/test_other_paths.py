@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DDTREE on two tensor-parallel ranks, in validate mode, and through upstream's own Triton kernels."""
+
+import pytest
+from e2e.servers import TARGET, meta, speculative, token_ids
+from e2e.workloads import GREEDY
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+
+POOL = ["--max-total-tokens", "4096", "--max-running-requests", "8"]
+TREE_OF_8 = [*speculative("DDTREE"), "--speculative-num-draft-tokens", "8"]
+
+
+def check(server, entries, num_tokens, walk=None):
+    outputs = server.generate([entry["prompt"] for entry in entries], GREEDY | {"max_new_tokens": num_tokens})
+    assert token_ids(outputs) == [entry["tokens"][:num_tokens] for entry in entries]
+    if walk:
+        assert meta(outputs, "spec_verify_ct") == [entry["steps"][walk] for entry in entries]
+    server.assert_all_slots_are_back()
+
+
+def test_two_ranks_validating(servers, expected):
+    """gloo, a vocabulary split in two: tokens and verify steps are those of one rank. Both kernels run, and agree."""
+    server = servers.get(
+        [*TARGET, *POOL, *TREE_OF_8, "--attention-backend", "kdtree_sm120", "--tp-size", "2", "--kdtree-verify", "validate"],
+        {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+    )  # fmt: skip
+    check(server, [entry for entry in expected if entry["prompt_tokens"] < 200][:4], 128, "tree8")
+    servers.stop()
+    reports = [line for line in server.log.read_text().splitlines() if "kdtree_sm120 validate:" in line]
+    assert {rank for rank in ("TP0", "TP1") for line in reports if rank in line} == {"TP0", "TP1"}
+    for report in reports:
+        assert " 0 over the limit" in report and "compared, 0" in report
+        assert not report.partition("validate: ")[2].startswith("0 rows")
+
+
+def test_upstream_triton_kernels_verify_the_same_tree(servers, expected):
+    """TRITON_INTERPRET=1 runs upstream's MLA kernels without a GPU; they read the tree from a FULL mask."""
+    server = servers.get(
+        [*TARGET, *POOL, *TREE_OF_8, "--attention-backend", "triton"], {"TRITON_INTERPRET": "1"}
+    )
+    check(server, sorted(expected, key=lambda entry: entry["prompt_tokens"])[:2], 12)

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags of the fork: they parse, land in upstream's namespaces, and DDTREE resolves or refuses its own."""
+
+import argparse
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES
+from sglang.srt.arg_groups.overrides import record_foreign_defaults, resolving_view
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.ddtree_args import resolve_ddtree_args
+
+TARGET = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 2048, "hidden_size": 256,
+    "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 8, "kv_lora_rank": 512, "q_lora_rank": 128,
+    "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "n_routed_experts": 8, "n_shared_experts": 1,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 64, "intermediate_size": 512, "max_position_embeddings": 4096,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+DRAFTER = {
+    "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "vocab_size": 2048, "hidden_size": 256,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "block_size": 8,
+    "num_target_layers": 3, "dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 1]},
+}  # fmt: skip
+
+
+@pytest.fixture
+def make_args(tmp_path):
+    """ServerArgs for a target and a drafter of which only the configurations exist."""
+
+    def make(*, drafter=DRAFTER, target=TARGET, **fields):
+        for name, config in (("target", target), ("drafter", drafter)):
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / "config.json").write_text(json.dumps(config))
+        defaults = dict(
+            model_path=str(tmp_path / "target"), device="cpu", speculative_algorithm="DDTREE",
+            speculative_draft_model_path=str(tmp_path / "drafter"),
+        )  # fmt: skip
+        return ServerArgs(**(defaults | fields))
+
+    return make
+
+
+def resolve(args):
+    record_foreign_defaults(args, "test", resolve_ddtree_args)
+    return resolving_view(args)
+
+
+def test_fields_land_in_their_namespaces():
+    namespaces = ServerArgs._NS_BY_FIELD
+    assert namespaces["speculative_ddtree_topk"] == "spec"
+    assert namespaces["kdtree_verify"] == "exec.kernel"
+    assert namespaces["kv_defrag"] == "memory"
+
+
+def parse(*arguments):
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return parser.parse_args(["--model-path", "x", *arguments])
+
+
+def test_flags_parse():
+    parsed = parse(
+        "--attention-backend", "kdtree_sm120", "--speculative-algorithm", "DDTREE", "--speculative-ddtree-topk", "4",
+        "--kdtree-verify", "validate", "--speculative-draft-attention-backend", "torch_reference",
+    )  # fmt: skip
+    assert parsed.attention_backend == "kdtree_sm120"
+    assert (parsed.speculative_ddtree_topk, parsed.kdtree_verify) == (4, "validate")
+    assert parse().kdtree_verify == "on"
+    assert parse().speculative_ddtree_topk is None
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--kdtree-verify", "maybe"),
+        ("--attention-backend", "kdtree_sm121"),
+        ("--kv-defrag", "tier9"),
+        ("--speculative-ddtree-topk", "many"),
+    ],
+)
+def test_unknown_choices_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit):
+        parse(*arguments)
+    assert f"argument {arguments[0]}" in capsys.readouterr().err
+
+
+def test_drafts_run_on_the_reference_and_never_on_kdtree():
+    assert "torch_reference" in DRAFT_ATTENTION_BACKEND_CHOICES
+    assert "kdtree_sm120" not in DRAFT_ATTENTION_BACKEND_CHOICES
+
+
+def test_ddtree_fills_in_its_defaults(make_args):
+    args = resolve(make_args())
+    assert args.speculative_dflash_block_size == 8
+    assert args.speculative_num_draft_tokens == 16
+    assert (args.speculative_num_steps, args.speculative_eagle_topk) == (1, 1)
+    assert args.speculative_draft_attention_backend == "torch_reference"
+    assert args.max_running_requests == 48
+
+
+def test_ddtree_keeps_what_was_given(make_args):
+    args = resolve(
+        make_args(
+            speculative_num_draft_tokens=128, max_running_requests=256, speculative_draft_attention_backend="triton",
+            page_size=16, speculative_ddtree_topk=64,
+        )
+    )  # fmt: skip
+    assert args.speculative_num_draft_tokens == 128
+    assert args.max_running_requests == 256
+    assert args.speculative_draft_attention_backend == "triton"
+
+
+def test_a_block_larger_than_the_default_tree_makes_the_tree_larger(make_args):
+    args = resolve(make_args(drafter=DRAFTER | {"block_size": 24}))
+    assert args.speculative_num_draft_tokens == 24
+
+
+REFUSED = [
+    (dict(speculative_draft_model_path=None), "needs a DFlash drafter: set --speculative-draft-model-path"),
+    (dict(speculative_num_draft_tokens=0), "--speculative-num-draft-tokens of 2 at least .* got 0"),
+    (dict(speculative_num_draft_tokens=1), "--speculative-num-draft-tokens of 2 at least .* got 1"),
+    (dict(speculative_num_draft_tokens=-3), "--speculative-num-draft-tokens of 2 at least .* got -3"),
+    (dict(speculative_num_draft_tokens=129), "at most 128 nodes a request; --speculative-num-draft-tokens is 129"),
+    (dict(speculative_num_draft_tokens=7), "--speculative-num-draft-tokens is 7, and the drafter's block needs 8"),
+    (dict(speculative_ddtree_topk=0), "--speculative-ddtree-topk between 1 and 64, got 0"),
+    (dict(speculative_ddtree_topk=65), "--speculative-ddtree-topk between 1 and 64, got 65"),
+    (dict(max_running_requests=257), "at most 256 requests at once; --max-running-requests is 257"),
+    (dict(page_size=12), "--page-size that is a power of two, got 12"),
+    (dict(speculative_dflash_block_size=16), "trained for blocks of 8 tokens, but --speculative-dflash-block-size is 16"),
+    (dict(enable_dp_attention=True), "does not support --enable-dp-attention"),
+    (dict(attn_cp_size=2), "does not support --attn-cp-size above 1"),
+    (dict(dcp_size=2), "does not support --dcp-size above 1"),
+    (dict(pp_size=2), "does not support --pp-size above 1"),
+    (dict(disaggregation_mode="decode"), "does not support --disaggregation-mode"),
+    (dict(enable_pdmux=True), "does not support --enable-pdmux"),
+    (dict(enable_lora=True), "does not support LoRA"),
+    (dict(enable_hierarchical_cache=True), "does not support --enable-hierarchical-cache"),
+    (dict(enable_unified_memory=True), "does not support --enable-unified-memory"),
+    (dict(enable_mixed_chunk=True), "does not support --enable-mixed-chunk"),
+    (dict(speculative_adaptive=True), "does not support --speculative-adaptive"),
+    (dict(speculative_draft_window_size=64), "does not support --speculative-draft-window-size"),
+    (dict(speculative_accept_threshold_single=0.5), "accepts exact samples only"),
+    (dict(speculative_accept_threshold_acc=0.5), "accepts exact samples only"),
+    (dict(device="xpu"), "runs on cuda and cpu, not on xpu"),
+    (dict(attention_backend="flashinfer"), "carries a tree mask; --attention-backend is flashinfer. Use one of kdtree"),
+    (dict(decode_attention_backend="fa3"), "carries a tree mask; --decode-attention-backend is fa3"),
+    (dict(prefill_attention_backend="torch_native"), "carries a tree mask; --prefill-attention-backend is torch_native"),
+    (dict(drafter=DRAFTER | {"vocab_size": 1024}), "does not fit the target: its vocab_size is 1024, the target's is 2048"),
+    (dict(drafter=DRAFTER | {"hidden_size": 128}), "does not fit the target: its hidden_size is 128, the target's is 256"),
+    (
+        dict(drafter=DRAFTER | {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 2]}}),
+        r"reads layers \[1, 2\] of a model of 3 layers, the target has 3 and the output of the last one cannot be read",
+    ),
+    (dict(drafter=DRAFTER | {"num_target_layers": 61}), "of a model of 61 layers, the target has 3"),
+    (dict(drafter=DRAFTER | {"block_size": 33}, speculative_num_draft_tokens=64), "blocks of 2 to 32 tokens .* has 33"),
+    (dict(drafter=DRAFTER | {"block_size": 1}), "blocks of 2 to 32 tokens .* has 1"),
+    (dict(drafter={k: v for k, v in DRAFTER.items() if k != "block_size"}), "the drafter's config names no block_size"),
+    (
+        dict(drafter=DRAFTER | {"dflash_config": DRAFTER["dflash_config"] | {"selector_rank": 4, "selector_top_k": 4}}),
+        "this one has a selector head, which drafts a chain. Use --speculative-algorithm DFLASH",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=[str(i) for i in range(len(REFUSED))])
+def test_ddtree_refuses(make_args, fields, message):
+    with pytest.raises(ValueError, match=f"^DDTREE.*{message}"):
+        resolve(make_args(**fields))
+
+
+def test_ddtree_refuses_rocm(make_args, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    with pytest.raises(ValueError, match="DDTREE does not support ROCm"):
+        resolve(make_args())
+
+
+def test_ddtree_refuses_simulated_acceptance(make_args, monkeypatch):
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "3")
+    with pytest.raises(ValueError, match="DDTREE does not support SGLANG_SIMULATE_ACC_LEN"):
+        resolve(make_args())
+
+
+def test_ddtree_on_a_cpu_refuses_the_platform_of_a_gpu(make_args, monkeypatch):
+    """Engine(device="cpu") in a process that found a GPU."""
+    from sglang.srt import platforms
+    from sglang.srt.platforms.cuda import CudaSRTPlatform
+
+    monkeypatch.setattr(platforms, "_current_platform", CudaSRTPlatform())
+    with pytest.raises(ValueError, match="--speculative-algorithm DDTREE on device cpu needs the torch CPU platform"):
+        resolve(make_args())
+
+
+def test_the_whole_resolution_arrives_in_the_namespaces(make_args):
+    args = make_args(
+        attention_backend="kdtree_sm120", speculative_num_draft_tokens=32, kdtree_verify="validate",
+        speculative_ddtree_topk=4, skip_tokenizer_init=True, dtype="float32",
+    )  # fmt: skip
+    args.resolve_once()
+    view = resolving_view(args)
+    assert view.speculative_algorithm == "DDTREE"
+    assert (view.speculative_num_draft_tokens, view.speculative_dflash_block_size) == (32, 8)
+    assert (view.kdtree_verify, view.speculative_ddtree_topk, view.attention_backend) == ("validate", 4, "kdtree_sm120")
+
+
+def test_the_algorithm_has_two_widths(monkeypatch):
+    from sglang.srt import runtime_context
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    algorithm = SpeculativeAlgorithm.from_string("ddtree")
+    spec = SimpleNamespace(speculative_dflash_block_size=8, speculative_algorithm="DDTREE")
+    monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
+    assert algorithm.get_num_tokens_per_req_for_target_verify(32, is_draft_worker=True) == 8
+    assert algorithm.get_num_tokens_per_req_for_target_verify(32, is_draft_worker=False) == 32
+
+
+def test_the_algorithm_answers_all_that_upstream_asks():
+    """Every public method of upstream's enum exists, and DFLASH's answers are DDTREE's, but for mixed chunks."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    ddtree, dflash = SpeculativeAlgorithm.from_string("DDTREE"), SpeculativeAlgorithm.DFLASH
+    names = set(vars(SpeculativeAlgorithm)) - set(SpeculativeAlgorithm.__members__)
+    methods = {name for name in names if not name.startswith("_") and callable(getattr(dflash, name))}
+    assert {name for name in methods if not hasattr(ddtree, name)} == {"from_string", "register"}
+    predicates = {name for name in methods if name.startswith(("is_", "supports_", "has_", "carries_", "need_"))}
+    differ = {name for name in predicates if getattr(ddtree, name)() != getattr(dflash, name)()}
+    assert differ == {"supports_mixed_chunk"}
