@@ -181,6 +181,28 @@ class TestCaseStudy:
         assert graph[0] - graph[1] == pytest.approx(3.03e9, rel=0.01)
 
 
+class TestBuffers:
+    def test_kdtree_is_small_where_the_stock_backend_is_not(self):
+        shape = dict(batch=48, context=131_072, tree_size=64, heads=16)
+        assert buffers.kdtree_buffer_bytes(**shape) < 0.5e9 < 29e9 < buffers.triton_buffer_bytes(**shape)
+
+    @pytest.mark.parametrize("batch", [1, 8, 64])
+    @pytest.mark.parametrize(("tree_size", "heads"), [(1, 8), (9, 8), (33, 8), (64, 16), (9, 64)])
+    def test_the_bound_of_the_workspace_holds(self, batch, tree_size, heads):
+        """Against the kernel library's own function, where it is built."""
+        import ctypes
+
+        library = pytest.importorskip("sgl_kernel_sm120._library")
+        try:
+            exact = library.host_function("mla_tree_verify_workspace_bytes", ctypes.c_int64, *[ctypes.c_int32] * 4)
+        except AttributeError:
+            exact = None  # a library from before this kernel
+        if exact is None:
+            pytest.skip("the kernel library is not built here")
+        bound = buffers.partials_bytes(batch=batch, rows_per_request=tree_size * heads)
+        assert exact(batch, tree_size, heads, buffers.SMS) <= bound <= 5 * exact(batch, tree_size, heads, buffers.SMS)
+
+
 class TestVerb:
     def test_the_recipe_of_200k(self, cli, data):
         code, document = cli(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
 from sglang.kdtree.errors import KitError
 from sglang.kdtree.result import read_json
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
 from sglang.kdtree.errors import EXIT_OK, KitError
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import requests
+
 from sglang.kdtree.errors import KitError
 
 APIS = ("sglang", "completions", "chat")

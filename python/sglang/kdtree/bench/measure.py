@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import msgspec
+
 from sglang.kdtree.bench.client import Reply
 from sglang.kdtree.bench.text import distinct_ngrams, words
 from sglang.kdtree.errors import KitError

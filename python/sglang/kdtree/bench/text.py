@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 import msgspec
+
 from sglang.kdtree.errors import KitError
 
 KINDS = ("code", "prose", "phrase")

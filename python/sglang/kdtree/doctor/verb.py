@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Any
 
 import msgspec
+
 from sglang.kdtree.doctor import install, machine, selftest
 from sglang.kdtree.doctor.check import FAIL, OK, WARN, run_checks
 from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK

@@ -10,6 +10,8 @@ GRAPH_BYTES_PER_REQUEST = 2 << 20
 # 5.06 and 4.07 GB for them (layer-scaled accounting, Triton buffers) and so brackets 0.99 to
 # 1.24 MB. SGLang's own heuristic for a default fraction takes 1.57 MB.
 ACTIVATION_BYTES_PER_CHUNK_TOKEN = 1_150_000
+SMS = 188  # RTX PRO 6000; the RTX 5090 has 170
+MAX_ROW_TILE = 40  # rows of the verify kernel's largest tile
 # MLA decode of SGLang's Triton backend: a power of two at or above the SM count (188 here).
 TRITON_MAX_KV_SPLITS = 256
 
@@ -22,15 +24,23 @@ def row_table_bytes(
     return (max_requests + 1) * (context + headroom) * 4
 
 
-def kdtree_buffer_bytes(
-    *, batch: int, context: int, tree_size: int, heads: int, max_splits: int
-) -> int:
+def kdtree_buffer_bytes(*, batch: int, context: int, tree_size: int, heads: int) -> int:
     """Combined slot list, lengths, tree mask and split partials of the kdtree_sm120 backend."""
     indices = batch * (context + tree_size) * 8 + (batch + 1) * 8
     mask = batch * tree_size * tree_size
-    rows = batch * tree_size * heads
-    partials = rows * max_splits * (512 + 1) * 4
-    return indices + mask + partials
+    return (
+        indices + mask + partials_bytes(batch=batch, rows_per_request=tree_size * heads)
+    )
+
+
+def partials_bytes(*, batch: int, rows_per_request: int) -> int:
+    """Upper bound of the verify kernel's workspace.
+
+    Every block of the grid, one an SM, leaves a row tile of partial results, and every
+    request one more per row tile: float32 outputs with a maximum and a sum.
+    """
+    rows = SMS * MAX_ROW_TILE + batch * (rows_per_request + MAX_ROW_TILE - 1)
+    return rows * (512 + 2) * 4
 
 
 def triton_buffer_bytes(*, batch: int, context: int, tree_size: int, heads: int) -> int:
@@ -40,12 +50,6 @@ def triton_buffer_bytes(*, batch: int, context: int, tree_size: int, heads: int)
     indices = rows * context * 8
     mask = batch * tree_size * (context + tree_size)
     return scratch + indices + mask
-
-
-def kdtree_max_splits(*, heads: int, tree_size: int, batch: int) -> int:
-    """Splits that the partials are sized for when the kernel package cannot be asked: two waves of 188 SMs."""
-    row_tiles = max(1, -(-heads * tree_size // 64))
-    return max(1, 2 * 188 // (row_tiles * batch))
 
 
 def activation_bytes(*, chunk: int) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 
 import msgspec
+
 from sglang.kdtree.errors import KitError
 
 

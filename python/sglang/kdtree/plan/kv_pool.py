@@ -12,6 +12,7 @@ The remaining P * (1 - f) is the slack for everything allocated later.
 from __future__ import annotations
 
 import msgspec
+
 from sglang.kdtree.model_shape import DrafterShape, TargetShape
 
 ELEMENT_BYTES = {"bf16": 2, "fp8": 1}

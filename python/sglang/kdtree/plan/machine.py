@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 
 import msgspec
+
 from sglang.kdtree.errors import KitError
 
 MIB = 1 << 20

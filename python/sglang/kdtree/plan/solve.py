@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 
 import msgspec
+
 from sglang.kdtree.errors import KitError
 from sglang.kdtree.model_shape import DrafterShape, TargetShape
 from sglang.kdtree.plan import buffers, kv_pool, machine, weights
@@ -165,10 +166,7 @@ def late_allocations(wish: Wish) -> dict[str, int]:
     if wish.backend == "triton":
         backend = buffers.triton_buffer_bytes(**shape)
     else:
-        splits = buffers.kdtree_max_splits(
-            heads=wish.heads_per_rank, tree_size=wish.tree_size, batch=batch
-        )
-        backend = buffers.kdtree_buffer_bytes(**shape, max_splits=splits)
+        backend = buffers.kdtree_buffer_bytes(**shape)
     return {
         "prefill activations": buffers.activation_bytes(chunk=wish.chunk),
         f"{wish.backend} graph and mask buffers": backend,

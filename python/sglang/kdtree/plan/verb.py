@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
 from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError
 from sglang.kdtree.model_shape import NAMED_QUANTISATION, load_drafter, load_target
 from sglang.kdtree.plan import buffers, calibrate, kv_pool, machine, weights

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import msgspec
+
 from sglang.kdtree.model_shape import DrafterShape, TargetShape
 
 BF16_BITS = 16

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+
 from sglang.kdtree.bench.client import Client, Reply, add_server_arguments, client_from
 from sglang.kdtree.bench.longctx import PromptMaker, parse_contexts, require_at_least
 from sglang.kdtree.bench.text import PHRASE, load_source, words

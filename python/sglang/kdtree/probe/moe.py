@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+
 from sglang.kdtree.bench.client import Client, add_server_arguments, client_from
 from sglang.kdtree.bench.longctx import PromptMaker
 from sglang.kdtree.bench.text import load_source

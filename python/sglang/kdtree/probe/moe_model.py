@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+
 from sglang.kdtree.errors import KitError
 
 
@@ -57,6 +58,7 @@ def eplb(
 ) -> Placement:
     """The placement that SGLang's own load balancer would choose for these counts."""
     import torch
+
     from sglang.srt.eplb.eplb_algorithms import EplbAlgorithm, rebalance_experts
 
     experts = counts.shape[2]

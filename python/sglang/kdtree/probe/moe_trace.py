@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+
 from sglang.kdtree.errors import KitError
 from sglang.kdtree.optional import require
 

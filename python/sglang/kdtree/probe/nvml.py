@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+
 from sglang.kdtree.errors import KitError
 from sglang.kdtree.optional import require
 

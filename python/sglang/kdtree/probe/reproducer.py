@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
 from sglang.kdtree.errors import KitError
 from sglang.kdtree.optional import require
 
