@@ -221,7 +221,8 @@ def build_wheel(tmp_path, **environment):
         shutil.copytree(PACKAGE / objects, source / objects)
     out = tmp_path / "wheel"
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(out), str(source)]
-    subprocess.run(command, check=True, env={**os.environ, **environment}, capture_output=True, text=True)
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = out.glob("*.whl")
     return wheel, set(zipfile.ZipFile(wheel).namelist())
 
