@@ -356,8 +356,10 @@ class Tier1Defragmenter(Tier0Defragmenter):
 
     def _is_alive(self, scan: _Scan, hi: int) -> bool:
         """Whether the row still belongs to the scanned request, up to unit ``hi``."""
-        return self._movable(scan.req) >= hi and (
-            self._generation(scan.req) == scan.generation
+        return (
+            scan.req.kv.holds_kv
+            and self._generation(scan.req) == scan.generation
+            and self._movable(scan.req) >= hi
         )
 
     def _move_some(self) -> None:
@@ -455,6 +457,14 @@ def _draft_pools(draft_worker, target_pool) -> list:
         return []
     pools = [runner.token_to_kv_pool for runner in draft_worker._draft_model_runners()]
     return [pool for pool in pools if pool is not target_pool]
+
+
+def defragmenter_of(scheduler) -> Defragmenter:
+    """The scheduler's defragmenter, built when it first idles, which is before its first request."""
+    attributes = vars(scheduler)
+    if "kv_defragmenter" not in attributes:
+        attributes["kv_defragmenter"] = build_defragmenter(scheduler)
+    return attributes["kv_defragmenter"]
 
 
 def build_defragmenter(scheduler) -> Defragmenter:
