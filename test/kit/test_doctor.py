@@ -62,6 +62,19 @@ class TestInstallation:
         assert status(install.fork(lambda name: "0.5.23")) == [FAIL]
         assert status(install.fork(lambda name: None)) == [FAIL]
 
+    def test_both_names_are_registered_where_the_fork_is_installed(self):
+        if "+kdtree" not in (install.distribution_version("sglang") or ""):
+            pytest.skip("the fork is not installed: make test installs it")
+        assert status(install.backend_registration()) == [OK, OK]
+
+    def test_a_backend_that_is_not_registered(self, monkeypatch):
+        monkeypatch.setattr(install, "BACKEND_MODULE", "sglang.srt.layers.attention.triton_backend")
+        monkeypatch.setattr(install, "BACKEND", "no_such_backend")
+        monkeypatch.setattr(install, "ALGORITHM", "NOSUCH")
+        assert status(install.backend_registration()) == [FAIL, FAIL]
+        monkeypatch.setattr(install, "BACKEND_MODULE", "sglang.srt.layers.attention.no_such_module")
+        assert status(install.backend_registration()) == [FAIL]
+
     def test_plugins_are_named(self):
         entry = SimpleNamespace(name="shiny", value="shiny:activate")
 

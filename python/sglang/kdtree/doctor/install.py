@@ -68,21 +68,18 @@ def fork(
     return [Finding(name="fork", status=OK, detail=f"sglang {found}, {delta()}")]
 
 
+OWN_NAMES = ("kdtree", "ddtree", "defrag", "torch_cpu", "torch_reference")
+
+
 def delta() -> str:
-    """How many files of the installed sglang are the fork's own, from the installation record."""
-    files = metadata.files("sglang") or []
-    own = [
-        f
-        for f in files
-        if any(
-            part in str(f) for part in ("kdtree", "ddtree", "kv_defrag", "torch_cpu")
-        )
-    ]
-    return f"{len([f for f in own if str(f).endswith('.py')])} files of the fork by name among {len(files)}"
+    """How many installed modules are the fork's own, from the installation record."""
+    files = [str(f) for f in metadata.files("sglang") or [] if str(f).endswith(".py")]
+    own = [f for f in files if any(name in f for name in OWN_NAMES)]
+    return f"{len(own)} of its {len(files)} modules bear names of the fork"
 
 
 def backend_registration() -> Iterable[Finding]:
-    """The names must be known to SGLang after a plain import: nothing of the fork is a plugin."""
+    """The names must be known once the server's arguments are: nothing of the fork is a plugin."""
     if importlib.util.find_spec(BACKEND_MODULE) is None:
         return [
             Finding(
@@ -92,6 +89,7 @@ def backend_registration() -> Iterable[Finding]:
                 remedy=REINSTALL,
             )
         ]
+    importlib.import_module("sglang.srt.server_args")
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
