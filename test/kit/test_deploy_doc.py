@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/deploy-kimi-k2.6.md: its commands parse, its paths exist, its figures are what plan prints."""
+"""The kit's documents: their commands parse, their paths exist, their figures are what plan prints."""
 
 import re
 import shlex
@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 from kit.test_plan import case_study
 
-from sglang.kdtree.cli import build_parser
+from sglang.kdtree.cli import VERBS, build_parser
 from sglang.kdtree.plan import buffers
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "deploy-kimi-k2.6.md").read_text()
-COMMANDS = re.findall(r"^python -m sglang\.kdtree (.+)$", TEXT, flags=re.M)
+KIT = (ROOT / "docs" / "kit.md").read_text()
+COMMAND = re.compile(r"^python -m sglang\.kdtree (.+)$", flags=re.M)
+COMMANDS = COMMAND.findall(TEXT)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS + COMMAND.findall(KIT))
 def test_every_command_of_the_kit_parses(command):
     build_parser().parse_args(shlex.split(command))
 
@@ -35,8 +37,14 @@ def test_all_verbs_an_operator_needs_are_shown():
         assert any(command.startswith(verb) for command in COMMANDS), verb
 
 
+def test_every_verb_is_in_the_kits_table_and_examples():
+    for path in VERBS:
+        assert f"| `{' '.join(path)}` |" in KIT
+        assert any(command.startswith(" ".join(path)) for command in COMMAND.findall(KIT))
+
+
 def test_every_path_exists():
-    for path in set(re.findall(r"`((?:docker|test|docs)/[\w./-]+)`", TEXT)):
+    for path in set(re.findall(r"`((?:docker|test|docs|python)/[\w./-]+)`", TEXT + KIT)):
         assert (ROOT / path).exists(), path
 
 

@@ -345,7 +345,7 @@ def add_server_arguments(parser) -> None:
         "--api",
         choices=APIS,
         default="sglang",
-        help="sglang = /generate, or an OpenAI-compatible API (default: %(default)s)",
+        help="sglang = /generate, or an OpenAI-compatible API; chat applies the model's chat template (default: %(default)s)",
     )
     add("--model", help="served model name (default: the first that the server lists)")
     add("--api-key", help="default: the environment variable SGLANG_API_KEY")

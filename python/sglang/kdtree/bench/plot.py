@@ -12,6 +12,8 @@ from sglang.kdtree.optional import figure_module
 
 def plot_runs(documents: Sequence[dict[str, Any]], path: Path) -> None:
     pyplot = figure_module()
+    from matplotlib import ticker
+
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
     for index, document in enumerate(documents):
         label = (
@@ -32,12 +34,22 @@ def plot_runs(documents: Sequence[dict[str, Any]], path: Path) -> None:
                     marker="o",
                     label=f"{label}, {kind}",
                 )
-    for axis, title in zip(
-        axes, ("decode, tokens/s (p50)", "step, ms (p50)"), strict=True
-    ):
+    measured = sorted(
+        {row["context"] for document in documents for row in document["rows"]}
+    )
+    titles = ("decode, tokens/s (p50)", "step, ms (p50)")
+    for axis, title in zip(axes, titles, strict=True):
         axis.set(title=title, xlabel="context, tokens", xscale="log", yscale="log")
+        axis.set_xticks(measured, [label_of(context) for context in measured])
+        axis.xaxis.set_minor_locator(ticker.NullLocator())
+        for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            which(ticker.StrMethodFormatter("{x:g}"))
         axis.grid(True, which="both", alpha=0.3)
     axes[0].legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+
+
+def label_of(context: int) -> str:
+    return f"{context / 1000:g}k" if context >= 1000 else str(context)
