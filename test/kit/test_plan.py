@@ -253,6 +253,15 @@ class TestVerb:
         flags = dict(document["command"]["flags"])
         assert flags["--dp-size"] == "8" and "--enable-dp-attention" in flags
 
+    def test_expert_parallelism_moves_no_bytes_but_redundancy_adds_some(self, cli, data):
+        resident = []
+        for extra in ([], ["--ep", 8], ["--ep", 8, "--redundant-experts", 32]):
+            _, document = cli("plan", "--model", data / "kimi_k2_6.json", "--context", 20_000, *extra)
+            resident.append(document["rank_bytes"]["resident"])
+        assert resident[0] == resident[1]
+        assert resident[2] - resident[1] == 60 * 32 * 3 * 7168 * 2048 * 9 // 16 // 8
+        assert dict(document["command"]["flags"])["--ep-num-redundant-experts"] == "32"
+
     def test_a_folder_becomes_the_model_path(self, cli, data, tmp_path):
         (tmp_path / "config.json").write_text((data / "deepseek_v3.json").read_text())
         _, document = cli("plan", "--model", tmp_path, "--gpu", "h200", "--context", 8_000)
@@ -280,6 +289,9 @@ class TestBadInput:
             (["--concurrency", -1], "--concurrency"),
             (["--dp", 3], "--dp"),
             (["--gpus", 5], "--gpus"),
+            (["--ep", 3], "--ep"),
+            (["--ep", 8, "--redundant-experts", 4], "--ep"),
+            (["--redundant-experts", 8], "--redundant-experts"),
             (["--mem-fraction-static", 1.2], "--mem-fraction-static"),
             (["--observed", "0.85"], "--observed"),
             (["--observed", "0.85:0"], "--observed"),
@@ -328,7 +340,8 @@ def test_a_calibration_does_not_survive_a_change_of_its_machine(k26, drafter):
 
     wish = Wish(
         target=k26, drafter=drafter, gpu=machine.KNOWN_GPUS["rtx-pro-6000"], gpus=8, attention_dp=1,
-        redundant_experts=0, context=200_000, concurrency=2, max_requests=8, chunk=4096, tree_size=9, page_size=1,
+        expert_parallel=1, redundant_experts=0, context=200_000,
+        concurrency=2, max_requests=8, chunk=4096, tree_size=9, page_size=1,
         kv_dtype="bf16", backend="kdtree_sm120", accounting=kv_pool.ACCOUNTING["own-geometry"], reserved_bytes=0,
     )  # fmt: skip
     offered = {label for label, _, _ in nearest_wishes(wish)}

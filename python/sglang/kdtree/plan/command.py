@@ -26,11 +26,10 @@ def launch_flags(
         flags.append(("--kv-cache-dtype", KV_FLAG[wish.kv_dtype]))
     if wish.attention_dp > 1:
         flags += [("--dp-size", str(wish.attention_dp)), ("--enable-dp-attention", "")]
+    if wish.expert_parallel > 1:
+        flags.append(("--ep-size", str(wish.expert_parallel)))
     if wish.redundant_experts:
-        flags += [
-            ("--ep-size", str(wish.gpus)),
-            ("--ep-num-redundant-experts", str(wish.redundant_experts)),
-        ]
+        flags.append(("--ep-num-redundant-experts", str(wish.redundant_experts)))
     if wish.drafter and draft:
         flags += [
             ("--speculative-algorithm", "DDTREE"),

@@ -23,6 +23,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     gpu: machine.Gpu
     gpus: int  # tensor-parallel size
     attention_dp: int
+    expert_parallel: int
     redundant_experts: int
     context: int
     concurrency: int
@@ -100,6 +101,21 @@ def check_wish(wish: Wish) -> None:
             expected=f"a divisor of --gpus {wish.gpus}",
             got=str(wish.attention_dp),
             remedy="Attention data parallelism splits the tensor-parallel group evenly.",
+        )
+    slots = wish.target.routed_experts + wish.redundant_experts
+    if wish.gpus % wish.expert_parallel or slots % wish.expert_parallel:
+        raise KitError(
+            what="--ep",
+            expected=f"a divisor of --gpus {wish.gpus} and of the {slots} experts",
+            got=str(wish.expert_parallel),
+            remedy="Choose --ep and --redundant-experts so that the experts divide evenly.",
+        )
+    if wish.redundant_experts and wish.expert_parallel == 1:
+        raise KitError(
+            what="--redundant-experts",
+            expected="none without expert parallelism",
+            got=str(wish.redundant_experts),
+            remedy="Add --ep.",
         )
     if wish.target.heads % wish.attention_tp:
         raise KitError(

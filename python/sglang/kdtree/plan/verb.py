@@ -58,11 +58,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="attention data-parallel size (default: %(default)s)",
     )
     add(
+        "--ep",
+        type=int,
+        default=1,
+        help="expert-parallel size; whole experts on a rank instead of slices, the same bytes (default: %(default)s)",
+    )
+    add(
         "--redundant-experts",
         type=int,
         default=0,
         metavar="N",
-        help="expert parallelism with N redundant experts a layer",
+        help="with --ep: N more experts a layer (default: %(default)s)",
     )
     add(
         "--context",
@@ -181,6 +187,7 @@ def wish_from(args: argparse.Namespace) -> Wish:
     for name in (
         "gpus",
         "dp",
+        "ep",
         "context",
         "concurrency",
         "chunked_prefill_size",
@@ -210,6 +217,7 @@ def wish_from(args: argparse.Namespace) -> Wish:
         gpu=machine.parse_gpu(args.gpu),
         gpus=args.gpus,
         attention_dp=args.dp,
+        expert_parallel=args.ep,
         redundant_experts=args.redundant_experts,
         context=args.context,
         concurrency=args.concurrency,
