@@ -20,10 +20,8 @@ void implement(TorchLibraryHandle library, const char* name) {
 [[maybe_unused]] const bool registered = [] {
   const auto library = TORCH_ABI_GET(TorchLibraryHandle, aoti_torch_library_init_impl,
                                      "sgl_kernel_sm120", "CUDA", __FILE__, uint32_t{__LINE__});
-#if __has_include("mla_tree_verify/launch.cuh")
   implement<api::mla_tree_verify>(library, "mla_tree_verify");
   implement<api::mla_tree_verify_plan>(library, "mla_tree_verify_plan");
-#endif
   implement<api::ddtree_build>(library, "ddtree_build");
   implement<api::tree_accept>(library, "tree_accept");
   implement<api::pack_tree_mask>(library, "pack_tree_mask");
@@ -40,7 +38,6 @@ SGL_KERNEL_SM120_EXPORT const char* sgl_kernel_sm120_archs() { return SGL_KERNEL
 SGL_KERNEL_SM120_EXPORT const char* sgl_kernel_sm120_nvcc_version() {
   return SGL_KERNEL_SM120_NVCC;
 }
-#if __has_include("mla_tree_verify/launch.cuh")
 SGL_KERNEL_SM120_EXPORT int64_t sgl_kernel_sm120_mla_tree_verify_workspace_bytes(int32_t b,
                                                                                  int32_t s_q,
                                                                                  int32_t h_q,
@@ -52,4 +49,3 @@ SGL_KERNEL_SM120_EXPORT int64_t sgl_kernel_sm120_mla_tree_verify_plan_ints(int32
                                                                            int32_t num_sms) {
   return sgl_kernel_sm120::mla_tree_verify_plan_ints(b, s_q, h_q, num_sms);
 }
-#endif
