@@ -19,7 +19,7 @@ void implement(TorchLibraryHandle library, const char* name) {
 // already.
 [[maybe_unused]] const bool registered = [] {
   const auto library = TORCH_ABI_GET(TorchLibraryHandle, aoti_torch_library_init_impl,
-                                     "sgl_kernel_sm120", "CUDA", __FILE__, uint32_t{__LINE__});
+                                     "sgl_kernel_sm120", "CUDA", "ops.cpp", uint32_t{__LINE__});
   implement<api::mla_tree_verify>(library, "mla_tree_verify");
   implement<api::mla_tree_verify_plan>(library, "mla_tree_verify_plan");
   implement<api::ddtree_build>(library, "ddtree_build");
