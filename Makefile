@@ -8,6 +8,8 @@ MODEL ?=
 DRAFT ?=
 ARGS ?=
 TESTS ?= test
+# Test files run at a time; one file, one process, so that its tests share a server.
+JOBS ?= 2
 # cuda where a GPU is found, else cpu
 SET ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 
@@ -26,7 +28,7 @@ serve: environment
 	@$(VENV) scripts/serve.py --device $(SET) --port $(PORT) --model '$(MODEL)' --draft '$(DRAFT)' --args '$(ARGS)'
 
 test: gates
-	$(VENV) -m pytest $(TESTS)
+	$(VENV) -m pytest --numprocesses $(JOBS) --dist loadfile $(TESTS)
 
 # What stops a change before any test runs: the edits and the caps, the kernels' registers and shared memory, and tables
 # in the documents that are not those of the result files.
