@@ -61,6 +61,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="upstream's kernel files, where sglang is not installed",
     )
     parser.add_argument("--budget-ms", type=float, default=150.0, help="timing budget an arm and shape")
+    parser.add_argument("--min-replays", type=int, default=timing.MIN_REPLAYS, help="samples of even the slowest arm")
     parser.add_argument("--layers", type=int, help="KV pools to rotate over (default: four times L2)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -85,8 +86,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error(str(e))
     if not args.selected:
         parser.error("no shape selected")
-    if args.budget_ms <= 0 or (args.layers is not None and args.layers < 1):
-        parser.error("--budget-ms and --layers must be positive")
+    if args.budget_ms <= 0 or args.min_replays < 1 or (args.layers is not None and args.layers < 1):
+        parser.error("--budget-ms, --min-replays and --layers must be positive")
     if not args.list and args.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device; --device cpu times the CPU ops, --list only lists")
     return args
@@ -126,6 +127,7 @@ def run_shape(shape: shapes.Shape, args: argparse.Namespace, context: Context, d
                 begin_step=prepared.begin_step,
                 graph=prepared.graph,
                 budget_ms=args.budget_ms,
+                min_replays=args.min_replays,
             )
         except (Unavailable, NotImplementedError) as e:
             reason = str(e)

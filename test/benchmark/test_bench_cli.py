@@ -168,6 +168,7 @@ def test_list_runs_nothing(capsys):
         (["--shapes"], "no shape selected"),
         (["--shape", "prefix=1", "--layers", "0"], "must be positive"),
         (["--shape", "prefix=1", "--budget-ms", "0"], "must be positive"),
+        (["--shape", "prefix=1", "--min-replays", "0"], "must be positive"),
         (["--require", "nope"], "invalid choice: 'nope'"),
     ],
 )

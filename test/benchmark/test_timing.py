@@ -21,6 +21,7 @@ def test_a_graph_is_a_step_unless_the_arm_is_slow():
 def test_replays_fit_the_budget_within_limits():
     assert timing.plan_replays(10_000, budget_ms=250) == 25
     assert timing.plan_replays(1e9, budget_ms=250) == timing.MIN_REPLAYS
+    assert timing.plan_replays(1e9, budget_ms=250, least=3) == 3
     assert timing.plan_replays(1.0, budget_ms=250) == timing.MAX_REPLAYS
 
 

@@ -46,8 +46,8 @@ def plan_calls(call_us: float, layers: int) -> int:
     return max(1, min(max(STEP_CALLS, layers), int(GRAPH_MS * 1e3 / max(call_us, 1e-3))))
 
 
-def plan_replays(sample_us: float, budget_ms: float) -> int:
-    return max(MIN_REPLAYS, min(MAX_REPLAYS, int(budget_ms * 1e3 / max(sample_us, 1e-3))))
+def plan_replays(sample_us: float, budget_ms: float, least: int = MIN_REPLAYS) -> int:
+    return max(least, min(MAX_REPLAYS, int(budget_ms * 1e3 / max(sample_us, 1e-3))))
 
 
 def measure(
@@ -57,18 +57,18 @@ def measure(
     *,
     begin_step: Callable[[], None] | None = None,
     graph: bool = True,
-    budget_ms: float = 250.0,
+    budget_ms: float = 150.0,
+    min_replays: int = MIN_REPLAYS,
 ) -> Timing:
     """`run(layer)` is one call; `begin_step()` is what happens once a step and is part of the time."""
     step = begin_step or (lambda: None)
     if device.type != "cuda":
-        return _measure_host(run, layers, step, budget_ms)
+        return _measure_host(run, layers, step, budget_ms, min_replays)
     step()
-    for layer in range(min(2, layers)):  # compile and load before anything is captured
-        run(layer)
+    run(layers - 1)  # compile and load before anything is captured
     call_us = _events_us(lambda: run(0))
     if not graph:
-        replays = plan_replays(call_us, budget_ms)
+        replays = plan_replays(call_us, budget_ms, min_replays)
         return summarize([_events_us(lambda i=i: (step(), run(i % layers))) for i in range(replays)], 1, False)
     calls = plan_calls(call_us, layers)
     captured = torch.cuda.CUDAGraph()
@@ -77,9 +77,10 @@ def measure(
         for i in range(calls):
             run(i % layers)
     captured.replay()
-    sample_us = _events_us(captured.replay)
-    samples = [_events_us(captured.replay) / calls for _ in range(plan_replays(sample_us, budget_ms))]
-    return summarize(samples, calls, True)
+    samples = [_events_us(captured.replay)]
+    for _ in range(plan_replays(samples[0], budget_ms, min_replays) - 1):
+        samples.append(_events_us(captured.replay))
+    return summarize([us / calls for us in samples], calls, True)
 
 
 def _events_us(work: Callable[[], object]) -> float:
@@ -91,7 +92,9 @@ def _events_us(work: Callable[[], object]) -> float:
     return start.elapsed_time(end) * 1e3
 
 
-def _measure_host(run: Callable[[int], None], layers: int, step: Callable[[], None], budget_ms: float) -> Timing:
+def _measure_host(
+    run: Callable[[int], None], layers: int, step: Callable[[], None], budget_ms: float, least: int
+) -> Timing:
     def once(i: int) -> float:
         start = time.perf_counter()
         step()
@@ -99,4 +102,4 @@ def _measure_host(run: Callable[[int], None], layers: int, step: Callable[[], No
         return (time.perf_counter() - start) * 1e6
 
     first = once(0)
-    return summarize([once(i) for i in range(plan_replays(first, budget_ms))], 1, False)
+    return summarize([once(i) for i in range(plan_replays(first, budget_ms, least))], 1, False)
