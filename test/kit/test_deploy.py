@@ -325,13 +325,8 @@ def queries():
             yield panel["title"], target["expr"]
 
 
-# Validate mode counts these but has no Prometheus collector yet; strict, so that this list empties when it does.
-PENDING = pytest.mark.xfail(strict=True, reason="validate mode only logs its counters")
-
-
 def metric_names():
-    names = sorted({name for _, query in queries() for name in re.findall(r"sglang:[a-z0-9_]+", query)})
-    return [pytest.param(name, marks=PENDING if name.startswith("sglang:kdtree_validate") else ()) for name in names]
+    return sorted({name for _, query in queries() for name in re.findall(r"sglang:[a-z0-9_]+", query)})
 
 
 @pytest.fixture(scope="module")

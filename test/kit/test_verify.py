@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verify probe: offline on reproducers with a known defect, online on scripted counters."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from kit.scripted import sglang_stream
@@ -114,6 +116,39 @@ class TestOffline:
         assert verify.deviation(off, reference).max_abs == 2**-7
 
 
+class TestBackendsDump:
+    """The file that validate mode writes is the file that the probe reads."""
+
+    @pytest.fixture
+    def report(self, monkeypatch):
+        report = pytest.importorskip("sglang.srt.layers.attention.kdtree_report")
+        monkeypatch.setattr(report, "get_parallel", lambda: SimpleNamespace(tp_rank=3))
+        return report
+
+    @pytest.mark.parametrize(("ours", "verdict"), [("exact", "both-right"), ("chain", "kdtree-wrong")])
+    def test_round_trip(self, tmp_path, case, cli, report, ours, verdict):
+        latch = report.MismatchLatch(
+            num_tokens=S_Q, num_heads=H_Q, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, device=torch.device("cpu")
+        )
+        latch.q.copy_(case["q"])
+        latch.ours.copy_(case[ours])
+        latch.reference.copy_(case["exact"])
+        latch.draft_kv.copy_(case["rows"][PREFIX:])
+        latch.tree_mask.copy_(case["visible"])
+        latch.facts.copy_(torch.tensor([1, 17, 2, PREFIX, S_Q]))
+        slots = torch.randperm(200)[:PREFIX]
+        kv_cache = torch.full((200, 1, 576), float("nan"), dtype=torch.bfloat16)
+        kv_cache[slots, 0] = case["rows"][:PREFIX]
+        req_to_token = torch.zeros(4, 64, dtype=torch.int32)
+        req_to_token[2, :PREFIX] = slots.int()
+        layer = SimpleNamespace(scaling=0.05, logit_cap=0.0, k_scale=None, v_scale=None)
+        dumped = report.build_reproducer(latch, req_to_token=req_to_token, kv_cache=kv_cache, layer=layer, page_size=1)
+        assert "reproducer" in dumped.save(tmp_path)
+        _, document = cli("probe", "verify", "--dump", tmp_path)
+        (row,) = document["reproducers"]
+        assert (row["verdict"], row["layer"], row["context"]) == (verdict, 17, PREFIX)
+
+
 class TestDamage:
     @pytest.mark.parametrize(
         ("change", "said"),
@@ -171,20 +206,26 @@ class TestOnline:
 
     def test_growth_is_what_counts(self, scripted, cli):
         self.serve(scripted, after=(1_340.0, 9.0, 1.0, 0.0078))
-        code, document = cli("probe", "verify", "--url", scripted.url, "--contexts", "200,64k")
+        code, document = cli("probe", "verify", "--url", scripted.url, "--contexts", "200,64k", "--steps", 7)
         assert code == 0
         assert (document["rows_compared"], document["rows_over_ulp"], document["mismatches"]) == (1_240, 4, 0)
+        # A round is three texts of two steps each; the second round reaches the seven.
+        assert document["steps"] == 12
         assert document["max_abs_error"] == 0.0078 and document["mean_rel_error"] is None
 
     def test_a_new_mismatch_is_a_finding(self, scripted, cli):
         self.serve(scripted, after=(1_340.0, 9.0, 3.0, 0.9))
-        code, document = cli("probe", "verify", "--url", scripted.url, "--contexts", "200")
+        code, document = cli("probe", "verify", "--url", scripted.url, "--contexts", "200", "--steps", 1)
         assert code == 1 and document["mismatches"] == 2
 
     def test_comparing_nothing_is_a_finding(self, scripted, cli):
         self.serve(scripted, after=(100.0, 5.0, 1.0, 0.004))
-        code, document = cli("probe", "verify", "--url", scripted.url, "--contexts", "200")
+        code, document = cli("probe", "verify", "--url", scripted.url, "--contexts", "200", "--steps", 1)
         assert code == 1 and document["rows_compared"] == 0
+
+    def test_contexts_that_are_all_too_long(self, scripted, cli_error):
+        self.serve(scripted, after=(0.0, 0.0, 0.0, 0.0))
+        assert cli_error("probe", "verify", "--url", scripted.url, "--contexts", "64k")["what"] == "--contexts"
 
     def test_another_mode(self, scripted, cli_error):
         assert "--kdtree-verify validate" in cli_error("probe", "verify", "--url", scripted.url)["remedy"]

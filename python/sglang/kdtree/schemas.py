@@ -115,6 +115,7 @@ VERIFY_ONLINE = document(
     "probe-verify",
     mode={"const": "online"},
     server=SERVER,
+    steps=COUNT,
     rows_compared=COUNT,
     rows_over_ulp=COUNT,
     mismatches=COUNT,

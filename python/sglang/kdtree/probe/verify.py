@@ -11,9 +11,14 @@ from typing import Any
 
 import msgspec
 
-from sglang.kdtree.bench.client import Client, add_server_arguments, client_from
+from sglang.kdtree.bench.client import (
+    Client,
+    ServerFacts,
+    add_server_arguments,
+    client_from,
+)
 from sglang.kdtree.bench.longctx import PromptMaker, parse_contexts
-from sglang.kdtree.bench.text import load_source
+from sglang.kdtree.bench.text import KINDS, load_source
 from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError
 from sglang.kdtree.optional import require
 from sglang.kdtree.probe.reproducer import (
@@ -73,6 +78,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--contexts",
         default="1k,4k,16k",
         help="prompts to send to a server in validate mode (default: %(default)s)",
+    )
+    add(
+        "--steps",
+        type=int,
+        default=600,
+        metavar="N",
+        help="verify steps to run; the server brings its counters up to date every 256 (default: %(default)s)",
     )
     add(
         "--output-tokens",
@@ -174,30 +186,49 @@ def online(args: argparse.Namespace, console: Any) -> Result:
             remedy="Start the server with --attention-backend kdtree_sm120 --kdtree-verify validate --enable-metrics.",
         )
     before = validate_counters(client)
-    limit = facts.max_model_len
-    for context in parse_contexts(args.contexts):
-        if limit and context + args.output_tokens > limit:
-            continue
-        for kind in ("code", "prose", "phrase"):
-            prompts = PromptMaker(
-                client, load_source(kind), seed=0, run=secrets.token_hex(8)
-            )
-            with console.status(f"{kind} at {context:,} tokens"):
-                client.stream(
-                    prompts.make(context, repeat=0),
-                    max_tokens=args.output_tokens,
-                    temperature=0.0,
-                )
+    steps = generate(client, facts, args, console)
     after = validate_counters(client)
     data = {
         "mode": "online",
         "server": facts.public(),
+        "steps": steps,
         **compare_counters(before, after),
     }
     bad = data["mismatches"] > 0 or data["rows_compared"] == 0
     return Result(
         verb="probe-verify", data=data, exit_code=EXIT_FINDING if bad else EXIT_OK
     )
+
+
+def generate(client: Client, facts: ServerFacts, args, console: Any) -> int:
+    """Send prompts of every length and kind, round after round, until enough verify steps ran."""
+    limit, steps = facts.max_model_len, 0
+    contexts = [
+        context
+        for context in parse_contexts(args.contexts)
+        if not limit or context + args.output_tokens <= limit
+    ]
+    if not contexts:
+        raise KitError(
+            what="--contexts",
+            expected=f"at least one that leaves {args.output_tokens} tokens below the server's {limit}",
+            got=args.contexts,
+            remedy="Ask for shorter contexts.",
+        )
+    while steps < args.steps:
+        for context in contexts:
+            for kind in KINDS:
+                prompts = PromptMaker(
+                    client, load_source(kind), seed=0, run=secrets.token_hex(8)
+                )
+                with console.status(f"{steps} steps; {kind} at {context:,} tokens"):
+                    reply = client.stream(
+                        prompts.make(context, repeat=0),
+                        max_tokens=args.output_tokens,
+                        temperature=0.0,
+                    )
+                steps += max(1, reply.verify_steps or len(reply.events) - 1)
+    return steps
 
 
 def validate_counters(client: Client) -> dict[str, dict[str, float]]:
@@ -266,7 +297,7 @@ def render(result: Result, console: Any) -> None:
         )
         if data["rows_compared"] == 0:
             console.print(
-                "Nothing was compared: no verify step reached the backend.",
+                "Nothing was compared: no verify step reached the backend, or too few for a report.",
                 style="bold red",
             )
         return
