@@ -142,6 +142,8 @@ def pip(*arguments: str | Path, chosen: str = "cpu") -> None:
     """pip with its progress shown and its complaints about other people's configuration left in the log."""
     environment = os.environ | {"SGL_KERNEL_SM120_CUDA": "1" if chosen == "cuda" else "0"}
     command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
+    if arguments[0] == "install":
+        command.append("--no-compile")  # Python compiles the part that is imported, pip would compile everything
     with LOG.open("a") as log:
         process = subprocess.Popen(
             command,
