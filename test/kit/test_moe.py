@@ -8,7 +8,7 @@ from kit.scripted import sglang_stream
 
 from sglang.kdtree.errors import KitError
 from sglang.kdtree.probe import moe_model, moe_trace
-from sglang.kdtree.probe.moe import worst_layers
+from sglang.kdtree.probe.moe import recording_copies, worst_layers
 
 # Two steps of one token, one layer, 8 experts, top-2, on 4 ranks of 2 experts:
 # step 0 chooses experts 0 and 1 (both on rank 0), step 1 experts 0 and 4 (ranks 0 and 2).
@@ -212,6 +212,26 @@ class TestVerb:
         scripted.pages["/tokenize"] = (200, {"count": 1000})
         error = cli_error("probe", "moe", "--url", scripted.url, "--record-dir", tmp_path)
         assert "--expert-distribution-recorder-mode" in error["remedy"]
+
+    def test_ranks_that_saw_the_same_tokens_are_counted_once(self, tmp_path, cli, cli_error, counts):
+        """TP 2: the recorder's sum over ranks holds every token twice."""
+        torch.save({"rank": 0, "logical_count": torch.from_numpy(counts * 2)}, tmp_path / "r.pt")
+        common = ("probe", "moe", "--trace", tmp_path / "r.pt", "--ranks", 4, "--redundant", "", "--batches", "")
+        assert cli(*common)[1]["tokens_per_step"] == 4.0
+        assert cli(*common, "--copies", 2)[1]["tokens_per_step"] == 2.0
+        assert cli_error(*common, "--copies", 3)["what"] == "--copies"
+
+    @pytest.mark.parametrize(
+        ("info", "copies"),
+        [
+            ({"tp_size": 8, "dp_size": 1, "enable_dp_attention": False}, 8),
+            ({"tp_size": 8, "dp_size": 4, "enable_dp_attention": True}, 2),
+            ({"tp_size": 8, "dp_size": 8, "enable_dp_attention": True}, 1),
+            ({}, 1),
+        ],
+    )
+    def test_the_server_says_how_many_ranks_share_their_tokens(self, info, copies):
+        assert recording_copies(info) == copies
 
     @pytest.mark.parametrize("arguments", [[], ["--trace", "a", "--record-dir", "b"]])
     def test_one_source_is_needed(self, cli_error, arguments):

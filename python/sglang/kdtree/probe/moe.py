@@ -18,7 +18,7 @@ from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError
 from sglang.kdtree.model_shape import load_target
 from sglang.kdtree.optional import figure_module
 from sglang.kdtree.probe import moe_model
-from sglang.kdtree.probe.moe_trace import load_counts
+from sglang.kdtree.probe.moe_trace import divided, load_counts
 from sglang.kdtree.result import Result
 
 # A rank that waits this long is worth a change of placement; arbitrary.
@@ -58,6 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=8,
         help="expert-parallel ranks (default: %(default)s)",
+    )
+    add(
+        "--copies",
+        type=int,
+        metavar="N",
+        help="ranks that recorded the same tokens: tensor-parallel size over attention data-parallel size "
+        "(default: asked of the server with --record-dir, else 1)",
     )
     add(
         "--experts",
@@ -112,10 +119,13 @@ def run(args: argparse.Namespace, console: Any) -> Result:
             got="both" if args.trace else "neither",
             remedy="Give recordings, or a running server and the folder it records to.",
         )
-    path = args.trace or record(
-        client_from(args, os.environ), args.record_dir, args, console
-    )
-    counts = load_counts(path, experts=args.experts)
+    path, copies = args.trace, args.copies or 1
+    if path is None:
+        client = client_from(args, os.environ)
+        facts = client.facts()
+        path = record(client, args.record_dir, args, console)
+        copies = args.copies or recording_copies(facts.raw)
+    counts = divided(load_counts(path, experts=args.experts), copies=copies)
     num_layers, experts = counts.tokens.shape[1:]
     redundant = numbers(args.redundant, "--redundant")
     costs = moe_model.scenarios(
@@ -160,6 +170,11 @@ def run(args: argparse.Namespace, console: Any) -> Result:
     return Result(
         verb="probe-moe", data=data, exit_code=EXIT_FINDING if finding else EXIT_OK
     )
+
+
+def recording_copies(server_info: dict[str, Any]) -> int:
+    tp, dp = server_info.get("tp_size") or 1, server_info.get("dp_size") or 1
+    return tp // dp if server_info.get("enable_dp_attention") else tp
 
 
 def numbers(text: str, argument: str) -> list[int]:
@@ -209,7 +224,6 @@ def worst_layers(
 
 def record(client: Client, folder: Path, args, console) -> Path:
     """Record one request's decode; returns the new files' folder or file."""
-    client.facts()
     before = set(folder.glob("*.pt"))
     prompt = PromptMaker(
         client, load_source("prose"), seed=0, run=os.urandom(8).hex()

@@ -40,6 +40,20 @@ def routed(tokens: np.ndarray, *, source: str) -> Counts:
     return Counts(tokens=tokens[:, layers], layers=layers.tolist(), source=source)
 
 
+def divided(counts: Counts, *, copies: int) -> Counts:
+    """The recorder sums over ranks; ranks of one attention group all see the same tokens."""
+    if copies < 1 or (counts.tokens % copies).any():
+        raise KitError(
+            what="--copies",
+            expected="a number of ranks that recorded the same tokens, which divides every count",
+            got=str(copies),
+            remedy="It is the tensor-parallel size divided by the attention data-parallel size; 1 for a trace of one rank.",
+        )
+    return Counts(
+        tokens=counts.tokens // copies, layers=counts.layers, source=counts.source
+    )
+
+
 def load_counts(path: Path, *, experts: int | None) -> Counts:
     files = sorted(path.glob("*.pt")) if path.is_dir() else [path]
     if not files:
