@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs and orders of a slot list, against plain Python."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang.srt.mem_cache.defrag.slot_runs import arrange, longest_runs
+
+slot_sets = st.sets(st.integers(1, 60), min_size=1, max_size=40)
+
+
+def runs_of(slots):
+    runs = []
+    for slot in slots:
+        if runs and slot == runs[-1][-1] + 1:
+            runs[-1].append(slot)
+        else:
+            runs.append([slot])
+    return runs
+
+
+@given(slot_sets, st.booleans(), st.randoms(use_true_random=False))
+@settings(max_examples=200, deadline=None)
+def test_runs_follow_each_other_by_length(slots, short_first, random):
+    shuffled = random.sample(sorted(slots), len(slots))
+    got = arrange(torch.tensor(shuffled), need=None, short_runs_first=short_first)
+    sign = 1 if short_first else -1
+    runs = sorted(runs_of(sorted(slots)), key=lambda run: (sign * len(run), run[0]))
+    assert got.tolist() == [slot for run in runs for slot in run]
+
+
+@given(slot_sets, st.integers(1, 40), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_a_need_gets_the_tightest_run_or_the_fewest(slots, need, short_first):
+    need = min(need, len(slots))
+    got = arrange(torch.tensor(list(slots)), need=need, short_runs_first=short_first)
+    assert sorted(got.tolist()) == sorted(slots)
+    runs = runs_of(sorted(slots))
+    head = got[:need].tolist()
+    assert head == sorted(head)
+    fitting = [run for run in runs if len(run) >= need]
+    if fitting:
+        best = min(fitting, key=lambda run: (len(run), run[0]))
+        assert head == best[:need]
+        return
+    fewest, left = 0, need
+    for run in sorted(runs, key=len, reverse=True):
+        if left <= 0:
+            break
+        fewest, left = fewest + 1, left - len(run)
+    assert len(runs_of(head)) == fewest
+
+
+@given(slot_sets, st.integers(1, 12))
+@settings(max_examples=200, deadline=None)
+def test_longest_runs_are_found_where_they_are(slots, count):
+    arranged = arrange(torch.tensor(list(slots)), need=None, short_runs_first=True)
+    table = longest_runs(arranged, count)
+    expected = sorted((len(run) for run in runs_of(arranged.tolist())), reverse=True)
+    assert [n for n in table[2].tolist() if n] == expected[:count]
+    for position, start, length in table.T.tolist():
+        here = arranged[position : position + length].tolist()
+        assert here == list(range(start, start + length))
+
+
+def test_no_value_decides_a_shape():
+    """The functions run on tensors that have no values, so they cannot wait for one."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        units = torch.empty(1000, dtype=torch.int64)
+        assert arrange(units, need=64, short_runs_first=False).shape == (1000,)
+        assert longest_runs(units, 8).shape == (3, 8)
