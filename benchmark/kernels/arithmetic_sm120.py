@@ -29,8 +29,7 @@ from verify_bench.shapes import Shape
 # schedule.h
 TILE_TOKENS = 16
 MIN_TILES_PER_COLUMN = 4
-MAX_ROW_BLOCKS = 5
-# config.h
+MAX_ROW_BLOCKS = {"bf16": 5, "fp8": 4}
 VALUE_WARPS = 4
 
 MMA_FLOP = 2 * 16 * 8 * 16
@@ -90,14 +89,14 @@ class Estimate:
         return max(parts, key=parts.__getitem__)
 
 
-def row_blocks_per_tile(rows: int) -> int:
+def row_blocks_per_tile(rows: int, kv_dtype: str) -> int:
     """Row tile in blocks of 8 rows: the n that makes tiles x (n + 3) least, the larger n of two equals."""
     blocks = -(-rows // 8)
-    return min(range(MAX_ROW_BLOCKS, 0, -1), key=lambda n: -(-blocks // n) * (n + 3))
+    return min(range(MAX_ROW_BLOCKS[kv_dtype], 0, -1), key=lambda n: -(-blocks // n) * (n + 3))
 
 
-def num_row_tiles(rows: int) -> int:
-    return -(-rows // (8 * row_blocks_per_tile(rows)))
+def num_row_tiles(rows: int, kv_dtype: str) -> int:
+    return -(-rows // (8 * row_blocks_per_tile(rows, kv_dtype)))
 
 
 def num_columns(num_tiles: int, row_tiles: int, sms: int) -> int:
@@ -110,21 +109,21 @@ def mma_clocks(row_blocks: int, gpu: Gpu) -> float:
 
 
 def smem_clocks(row_blocks: int, kv_dtype: str) -> float:
-    """KV: written, read for the scores, read for the values. Half of the scores change warps. P: written, read by 4."""
+    """KV: written, read for the scores, read for the values. Two partial scores and P: written and read."""
     kv = TILE_TOKENS * counters.KV_BYTES[kv_dtype] * (counters.D_QK + counters.D_QK + counters.D_V)
-    exchange = row_blocks * SCORE_BYTES * 2
+    exchange = row_blocks * SCORE_BYTES * 2 * 2
     p = row_blocks * 8 * TILE_TOKENS * 2 * (1 + VALUE_WARPS)
     return (kv + exchange + p) / SMEM_BYTES_PER_CLOCK
 
 
 def estimate(shape: Shape, gpu: Gpu, fit: Fit) -> Estimate:
     rows = shape.s_q * shape.h_q
-    row_blocks, row_tiles = row_blocks_per_tile(rows), num_row_tiles(rows)
+    row_blocks, row_tiles = row_blocks_per_tile(rows, shape.kv_dtype), num_row_tiles(rows, shape.kv_dtype)
     num_tiles = sum(-(-(p + shape.s_q) // TILE_TOKENS) for p in shape.prefixes)
     columns = num_columns(num_tiles, row_tiles, gpu.sms)
     waves = -(-columns * row_tiles // gpu.sms)  # more row tiles than SMs
     clocks = max(mma_clocks(row_blocks, gpu), smem_clocks(row_blocks, shape.kv_dtype)) + fit.stall_clocks
-    partials = (columns + shape.bs - 1) * row_tiles * row_blocks * 8 * counters.D_V * 4
+    partials = (columns + shape.bs - 1) * row_tiles * row_blocks * 8 * counters.D_V * 2  # fp16
     return Estimate(
         tile_us=waves * -(-num_tiles // columns) * clocks / gpu.clock_ghz * 1e-3,
         dram_us=counters.kv_bytes(shape) / gpu.dram_gbps * 1e-3,

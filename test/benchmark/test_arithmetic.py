@@ -26,8 +26,8 @@ def test_mma_clocks_by_hand():
 
 
 def test_shared_memory_clocks_by_hand():
-    """bf16: 16 x 2 B x (576 + 576 + 512) of KV, 5 x 512 B x 2 of scores, 40 x 16 x 2 B x 5 of P, at 128 B a clock."""
-    assert model.smem_clocks(5, "bf16") == (53248 + 5120 + 6400) / 128
+    """bf16: 16 x 2 B x (576 + 576 + 512) of KV, 5 x 512 B x 4 of scores, 40 x 16 x 2 B x 5 of P, at 128 B a clock."""
+    assert model.smem_clocks(5, "bf16") == (53248 + 10240 + 6400) / 128
     assert model.smem_clocks(5, "bf16") - model.smem_clocks(5, "fp8") == 53248 / 2 / 128
 
 
@@ -43,7 +43,7 @@ def test_a_call_by_hand():
     """189,449 tokens: 11,841 tiles over 66 columns of two blocks, 180 for the busiest, each 586.4 + 300 clocks."""
     e = model.estimate(Shape((189440,)), H200, FIT)
     assert e.tile_us == pytest.approx(180 * (5 * 68 * 4096 / 2375 + 300) / 1980, rel=1e-6)
-    assert e.merge_us == pytest.approx(2 * 66 * 80 * 512 * 4 / 6000e3, rel=1e-6)
+    assert e.merge_us == pytest.approx(2 * 66 * 80 * 512 * 2 / 6000e3, rel=1e-6)
     assert e.total_us == pytest.approx(5 + e.tile_us + e.merge_us) and e.bound == "tiles"
 
 
@@ -131,8 +131,14 @@ def test_work_distribution_is_the_kernels(tmp_path):
         f'#include <cstdio>\n#include <initializer_list>\n#include "{SCHEDULE}"\n'
         "using namespace sgl_kernel_sm120::mla_tree_verify_op;\n"
         "int main() {\n"
-        '  std::printf("%d %d %d\\n", kTileTokens, kMinTilesPerColumn, kMaxRowBlocks);\n'
-        '  for (int r = 1; r <= 16384; ++r) std::printf("%d %d\\n", row_blocks_per_tile(r), num_row_tiles(r));\n'
+        '  std::printf("%d %d %d\\n", kTileTokens, kMinTilesPerColumn, kValueWarps);\n'
+        "  for (int most : {kMaxRowBlocksBf16, kMaxRowBlocksFp8}) {\n"
+        '    std::printf("%d\\n", most);\n'
+        "    for (int rows = 1; rows <= 16384; ++rows) {\n"
+        "      const int n = row_blocks_per_tile(rows, most);\n"
+        '      std::printf("%d %d\\n", n, num_row_tiles(rows, n));\n'
+        "    }\n"
+        "  }\n"
         "  for (int t = 1; t < 20000; t += 37)\n"
         "    for (int n : {1, 2, 7, 60, 200})\n"
         '      std::printf("%d %d\\n", num_columns(t, max_columns(n, 132)), num_columns(t, max_columns(n, 188)));\n'
@@ -141,12 +147,10 @@ def test_work_distribution_is_the_kernels(tmp_path):
     program = tmp_path / "print"
     subprocess.run(["g++", "-std=c++17", "-o", program, source], check=True, timeout=120)
     lines = subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines()
-    assert lines[0] == f"{model.TILE_TOKENS} {model.MIN_TILES_PER_COLUMN} {model.MAX_ROW_BLOCKS}"
-    rows = [f"{model.row_blocks_per_tile(r)} {model.num_row_tiles(r)}" for r in range(1, 16385)]
-    assert lines[1:16385] == rows
-    columns = [
-        f"{model.num_columns(t, n, 132)} {model.num_columns(t, n, 188)}"
-        for t in range(1, 20000, 37)
-        for n in (1, 2, 7, 60, 200)
-    ]
-    assert lines[16385:] == columns
+    want = [f"{model.TILE_TOKENS} {model.MIN_TILES_PER_COLUMN} {model.VALUE_WARPS}"]
+    for kv in ("bf16", "fp8"):
+        want.append(str(model.MAX_ROW_BLOCKS[kv]))
+        want += [f"{model.row_blocks_per_tile(r, kv)} {model.num_row_tiles(r, kv)}" for r in range(1, 16385)]
+    for t in range(1, 20000, 37):
+        want += [f"{model.num_columns(t, n, 132)} {model.num_columns(t, n, 188)}" for n in (1, 2, 7, 60, 200)]
+    assert lines == want
