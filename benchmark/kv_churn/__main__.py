@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""python -m kv_churn: replay requests against each allocator, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from sglang.srt.mem_cache.defrag.settings import parse_size
+from sglang.srt.runtime_context import get_context
+from sglang.srt.server_args import ServerArgs
+
+from .alloc_cost import measure_all
+from .replay import BYTES_PER_SLOT, MODES, Outcome, Replay
+from .traces import MIXES, TraceRequest, mooncake, synthetic
+
+FORMAT = "kv_churn-1"
+
+
+def header(args: argparse.Namespace) -> dict:
+    def git(*command: str) -> str:
+        here = Path(__file__).parent
+        return subprocess.run(
+            ["git", *command], cwd=here, capture_output=True, text=True
+        ).stdout.strip()
+
+    options = " ".join(arg for arg in sys.argv[1:])
+    return {
+        "format": FORMAT,
+        "date": datetime.date.today().isoformat(),
+        "commit": git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else ""),
+        "command": f"python -m kv_churn {options}",
+        "host": {
+            "machine": platform.machine(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "load_average": [round(load, 1) for load in os.getloadavg()],
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": metadata.version("torch"),
+            "sglang": metadata.version("sglang"),
+        },
+        "pool_tokens": args.pool_tokens,
+        "max_running": args.max_running,
+        "bytes_per_slot": BYTES_PER_SLOT,
+        "copy_budget_bytes": parse_size(args.copy_budget),
+    }
+
+
+def trace_of(name: str, args: argparse.Namespace) -> Iterator[TraceRequest]:
+    if args.trace is not None:
+        return mooncake(
+            args.trace,
+            shrink=args.shrink,
+            steps_per_second=args.steps_per_second,
+            limit=args.requests,
+        )
+    return synthetic(
+        MIXES[name], count=args.requests, max_running=args.max_running, seed=args.seed
+    )
+
+
+def replay(mode: str, name: str, args: argparse.Namespace) -> Outcome:
+    return Replay(
+        mode,
+        pool_tokens=args.pool_tokens,
+        max_running=args.max_running,
+        context=args.context,
+        budget_bytes=parse_size(args.copy_budget),
+        tree_core=args.tree_core,
+    ).run(trace_of(name, args))
+
+
+def summary(mix: str, mode: str, outcome: Outcome) -> dict:
+    series = outcome.series
+    # The first fifth fills the pool.
+    settled = slice(len(series.step) // 5, None)
+
+    def mean(values: list) -> float:
+        values = values[settled]
+        return round(sum(values) / max(len(values), 1), 4)
+
+    us = 1e6 / max(outcome.steps, 1)
+    return {
+        "mix": mix,
+        "mode": mode,
+        "requests": outcome.requests,
+        "steps": outcome.steps,
+        "runs_per_request": mean(series.runs_per_request),
+        "runs_per_1k_tokens": mean(series.runs_per_1k_tokens),
+        "longest_run": mean(series.longest_run),
+        "contiguous_block_share": mean(series.block_share),
+        "cached_share": round(outcome.cached_tokens / outcome.prompt_tokens, 4),
+        "retractions": outcome.retractions,
+        "bytes_moved": outcome.bytes_moved,
+        "slots_moved_per_generated_token": round(
+            outcome.bytes_moved / BYTES_PER_SLOT / max(outcome.generated_tokens, 1), 3
+        ),
+        "max_bytes_in_a_step": outcome.max_bytes_in_a_step,
+        "cpu_us_per_step": round(outcome.cpu_seconds * us, 1),
+        "defrag_cpu_us_per_step": round(outcome.defrag_cpu_seconds * us, 1),
+        "cpu_seconds": round(outcome.cpu_seconds, 2),
+        "wall_seconds": round(outcome.seconds, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="kv_churn", description=__doc__)
+    parser.add_argument("--mix", nargs="+", choices=list(MIXES), default=list(MIXES))
+    parser.add_argument("--trace", type=Path, help="a Mooncake JSONL file instead")
+    parser.add_argument("--shrink", type=int, default=16, help="divides its lengths")
+    parser.add_argument("--steps-per-second", type=float, default=50.0)
+    parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--pool-tokens", type=int, default=32768)
+    parser.add_argument("--max-running", type=int, default=48)
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--copy-budget", default="64M")
+    parser.add_argument("--tree-core", choices=["rust", "python"], default="rust")
+    parser.add_argument("--out", type=Path, help="JSON result")
+    parser.add_argument("--plot", type=Path, help="figure over time; needs matplotlib")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    get_context().set_server_args(ServerArgs(model_path="none", device="cpu"))
+
+    result = {**header(args), "results": [], "series": [], "alloc_free_pair": []}
+    for name in [args.trace.stem] if args.trace else args.mix:
+        for mode in args.mode:
+            outcome = replay(mode, name, args)
+            row = summary(name, mode, outcome)
+            print(
+                f"{name:12} {mode:10} {row['runs_per_1k_tokens']:7.1f} runs/1k tokens  "
+                f"longest {row['longest_run']:6.0f}  "
+                f"64-blocks {100 * row['contiguous_block_share']:5.1f} %  "
+                f"cached {100 * row['cached_share']:4.1f} %  "
+                f"moved {row['bytes_moved'] / 2**30:7.1f} GiB  "
+                f"{row['cpu_us_per_step']:6.0f} us/step  {row['cpu_seconds']:6.1f} s",
+                flush=True,
+            )
+            result["results"].append(row)
+            result["series"].append(
+                {"mix": name, "mode": mode, **dataclasses.asdict(outcome.series)}
+            )
+    result["alloc_free_pair"] = measure_all()
+    for row in result["alloc_free_pair"]:
+        print(row)
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if args.plot:
+        from .plot import plot
+
+        plot(result, args.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A scheduler without a model: admission, prefill, decode steps, retraction.
+
+The allocator, the row table, the prefix cache, the requests and the defragmenter
+are the server's own. The KV pool keeps one number per slot, a fingerprint of the
+tokens up to it, which stands for the KV and is checked when a request ends: a slot
+that was handed out twice, or moved to the wrong place, is found.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.mem_cache.allocation import alloc_req_slots, alloc_token_slots
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.contiguous import ContiguousTokenAllocator
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.common import (
+    checkpoint_kv_cache,
+    match_kv_cache,
+    release_kv_cache,
+)
+from sglang.srt.mem_cache.defrag.defragmenter import (
+    NoDefragmenter,
+    Tier0Defragmenter,
+    Tier1Defragmenter,
+)
+from sglang.srt.mem_cache.defrag.metrics import DefragMetrics
+from sglang.srt.mem_cache.defrag.mover import SlotMover
+from sglang.srt.mem_cache.defrag.tree_values import values_alias_the_tree
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from .contiguity import measure
+from .traces import TraceRequest
+
+MODES = ("upstream", "need_sort", "tier0", "tier1")
+# Kimi K2: 61 layers of 512 + 64 bf16 values.
+BYTES_PER_SLOT = 61 * 576 * 2
+# Share of the tokens still to be generated that admission keeps room for.
+PROMISE = 0.7
+PREFILL_TOKENS = 8192
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+_SAMPLING = SamplingParams()
+
+
+def clocks() -> np.ndarray:
+    """Wall clock and CPU time of this process, in seconds."""
+    return np.array([time.perf_counter(), time.process_time()])
+
+
+def fingerprints(tokens: array) -> np.ndarray:
+    """One number per position, of all tokens up to it."""
+    values = np.frombuffer(tokens, dtype=np.uint64) * _MIX + np.uint64(1)
+    return np.cumsum(values, dtype=np.uint64).view(np.int64)
+
+
+class FingerprintPool:
+    """One int64 per slot in place of the KV; its size is that of the real model."""
+
+    def __init__(self, size: int):
+        self.size, self.page_size, self.device = size, 1, "cpu"
+        self.slots = torch.zeros(size + 1, dtype=torch.int64)
+
+    def get_kv_size_bytes(self) -> int:
+        return (self.size + 1) * BYTES_PER_SLOT
+
+    def move_kv_cache(self, tgt: torch.Tensor, src: torch.Tensor) -> None:
+        self.slots[tgt] = self.slots[src]
+
+
+@dataclass
+class Series:
+    """Samples over the replay, one entry a sample."""
+
+    step: list[int] = field(default_factory=list)
+    runs_per_1k_tokens: list[float] = field(default_factory=list)
+    runs_per_request: list[float] = field(default_factory=list)
+    longest_run: list[int] = field(default_factory=list)
+    block_share: list[float] = field(default_factory=list)
+    moved_mib: list[float] = field(default_factory=list)
+    free_slots: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Totals:
+    requests: int = 0
+    retractions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    defrag_cpu_seconds: float = 0.0
+
+
+@dataclass
+class Outcome(Totals):
+    steps: int = 0
+    seconds: float = 0.0  # Without making the trace.
+    cpu_seconds: float = 0.0  # Of this process, likewise: other load counts less.
+    bytes_moved: int = 0
+    max_bytes_in_a_step: int = 0
+    series: Series = field(default_factory=Series)
+
+
+class _Work(NamedTuple):
+    """A request, what it will answer, and the fingerprints of all its tokens."""
+
+    req: Req
+    answer: array
+    prints: torch.Tensor
+    prints_list: list[int]
+
+    @classmethod
+    def of(cls, index: int, trace: TraceRequest) -> _Work:
+        prints = fingerprints(trace.prompt + trace.answer)
+        req = Req(str(index), "", trace.prompt, _SAMPLING)
+        return cls(req, trace.answer, torch.from_numpy(prints), prints.tolist())
+
+    def remaining(self) -> int:
+        return len(self.answer) - len(self.req.output_ids)
+
+
+class Replay:
+    def __init__(
+        self,
+        mode: str,
+        *,
+        pool_tokens: int,
+        max_running: int,
+        context: int,
+        budget_bytes: int,
+        tree_core: str = "rust",
+        sample_every: int = 256,
+    ):
+        self.pool = FingerprintPool(pool_tokens)
+        common = (pool_tokens, torch.bfloat16, "cpu", self.pool)
+        if mode in ("upstream", "need_sort"):
+            self.allocator = TokenToKVPoolAllocator(*common, need_sort=mode == "need_sort")
+        else:
+            self.allocator = ContiguousTokenAllocator(*common, short_runs_first=mode == "tier1")
+        self.rows = ReqToTokenPool(max_running, context, "cpu", False)
+        self.tree = UnifiedRadixCache(
+            CacheInitParams(
+                disable=False,
+                req_to_token_pool=self.rows,
+                token_to_kv_pool_allocator=self.allocator,
+                page_size=1,
+                tree_components=(ComponentType.FULL,),
+                tree_core_backend=tree_core,
+            )
+        )
+        self.max_running = max_running
+        self.sample_every = sample_every
+        self.waiting: deque[_Work] = deque()
+        self.running: list[_Work] = []
+        self.row_index = torch.empty(0, dtype=torch.int64)
+        self.lengths = torch.empty(0, dtype=torch.int64)
+        self.metrics = DefragMetrics(None)
+        self.defragmenter = self._build_defragmenter(mode, budget_bytes)
+        self.total = Totals()
+
+    def _build_defragmenter(self, mode: str, budget_bytes: int):
+        if mode in ("upstream", "need_sort"):
+            return NoDefragmenter()
+        tier0 = dict(
+            allocator=self.allocator,
+            req_to_token_pool=self.rows,
+            metrics=self.metrics,
+            running_requests=lambda: [work.req for work in self.running],
+        )
+        if mode == "tier0":
+            return Tier0Defragmenter(**tier0)
+        return Tier1Defragmenter(
+            tree_cache=self.tree,
+            mover=SlotMover([self.pool]),
+            budget_bytes=budget_bytes,
+            chunked_request=lambda: None,
+            on_device=lambda: False,
+            overlap=False,
+            move_tree_slots=values_alias_the_tree(self.tree),
+            **tier0,
+        )
+
+    def run(self, trace: Iterable[TraceRequest]) -> Outcome:
+        series, total = Series(), self.total
+        trace = iter(trace)
+        coming = next(trace, None)
+        step = 0
+        largest = 0
+        started, making_trace = clocks(), np.zeros(2)
+        while coming or self.waiting or self.running:
+            began = clocks()
+            while coming and coming.arrival <= step:
+                self.waiting.append(_Work.of(total.requests, coming))
+                total.requests += 1
+                coming = next(trace, None)
+            making_trace += clocks() - began
+            admitted = self._prefill()
+            if not admitted and self.running:
+                self._decode()
+            moved = self.metrics.bytes_moved_total
+            began = time.process_time()
+            self.defragmenter.after_batch()
+            if not self.running and not admitted and not self.waiting:
+                self.defragmenter.on_idle()
+            total.defrag_cpu_seconds += time.process_time() - began
+            largest = max(largest, self.metrics.bytes_moved_total - moved)
+            if admitted:
+                self._set_running(self.running + admitted)
+            if self.running and step % self.sample_every == 0:
+                self._sample(series, step)
+            step += 1
+            if coming and not self.waiting and not self.running:
+                self._check_idle()
+                step = max(step, int(np.ceil(coming.arrival)))
+        self._check_idle()
+        seconds, cpu_seconds = (clocks() - started - making_trace).tolist()
+        return Outcome(
+            **asdict(total),
+            steps=step,
+            seconds=seconds,
+            cpu_seconds=cpu_seconds,
+            bytes_moved=self.metrics.bytes_moved_total,
+            max_bytes_in_a_step=largest,
+            series=series,
+        )
+
+    # -- the two kinds of batch --
+
+    def _prefill(self) -> list[_Work]:
+        """Admit what fits, allocate all of it at once as a server does."""
+        if not self.waiting or len(self.running) >= self.max_running:
+            return []
+        self.allocator.create_prefill_budget(self.tree)
+        promised = sum(work.remaining() for work in self.running) * PROMISE
+        batch, need = [], 0
+        while self.waiting and len(self.running) + len(batch) < self.max_running:
+            work = self.waiting[0]
+            req = work.req
+            req.is_retracted = False
+            req.refresh_fill_ids()
+            tokens = req.full_untruncated_fill_ids
+            match_kv_cache(req, self.tree, tokens, max_prefix_len=len(tokens) - 1)
+            req.kv.cache_protected_len = req.prefix_len
+            req.lock = self.tree.lock(req.last_node)
+            own = len(tokens) - req.prefix_len
+            room = self.allocator.available_size() + self.tree.evictable_size()
+            too_long = need + own > PREFILL_TOKENS and batch
+            if too_long or need + own + work.remaining() * PROMISE + promised > room:
+                self.tree.unlock(req.lock)
+                req.lock = None
+                break
+            promised += work.remaining() * PROMISE
+            need += own
+            batch.append(self.waiting.popleft())
+        if not batch:
+            return []
+        reqs = [work.req for work in batch]
+        alloc_req_slots(self.rows, reqs, self.tree)
+        slots = alloc_token_slots(self.tree, need)
+        at = 0
+        for work in batch:
+            req, row = work.req, self.rows.req_to_token[work.req.kv.req_pool_idx]
+            end = len(req.full_untruncated_fill_ids)
+            own = slots[at : at + end - req.prefix_len]
+            at += len(own)
+            row[: req.prefix_len] = self.tree.prefix_device_indices(req)
+            row[req.prefix_len : end] = own
+            self.pool.slots[own] = work.prints[req.prefix_len : end]
+            req.kv.kv_allocated_len = req.kv.kv_committed_len = end
+            self.total.prompt_tokens += end
+            self.total.cached_tokens += req.prefix_len
+            req.extend_end = end
+            checkpoint_kv_cache(req, self.tree)
+            req.output_ids.append(work.answer[len(req.output_ids)])
+        self._finish(batch)
+        return [work for work in batch if not work.req.finished()]
+
+    def _decode(self) -> None:
+        while not self.allocator.check_decode_capacity(
+            num_tokens=len(self.running),
+            tree_cache=self.tree,
+            requests=[work.req for work in self.running],
+        ):
+            self._retract()
+        slots = alloc_token_slots(self.tree, len(self.running))
+        self.rows.req_to_token[self.row_index, self.lengths] = slots.to(torch.int32)
+        self.pool.slots[slots] = torch.tensor(
+            [work.prints_list[work.req.kv.kv_committed_len] for work in self.running]
+        )
+        self.lengths += 1
+        for work in self.running:
+            req = work.req
+            req.kv.kv_allocated_len += 1
+            req.kv.kv_committed_len += 1
+            req.output_ids.append(work.answer[len(req.output_ids)])
+        self.total.generated_tokens += len(self.running)
+        if self._finish(self.running):
+            self._set_running([w for w in self.running if not w.req.finished()])
+
+    def _finish(self, batch: list[_Work]) -> bool:
+        done = [w for w in batch if len(w.req.output_ids) == len(w.answer)]
+        if not done:
+            return False
+        self.allocator.free_group_begin()
+        for work in done:
+            self._check_content(work)
+            work.req.finished_reason = FINISH_LENGTH(length=len(work.answer))
+            release_kv_cache(work.req, self.tree, checkpoint=True)
+        self.allocator.free_group_end()
+        return True
+
+    def _retract(self) -> None:
+        """The youngest request starts over; its answer so far becomes prompt."""
+        work = self.running[-1]
+        release_kv_cache(work.req, self.tree, checkpoint=True)
+        work.req.reset_for_retract()
+        self.waiting.appendleft(work)
+        self.total.retractions += 1
+        self._set_running(self.running[:-1])
+
+    def _set_running(self, running: list[_Work]) -> None:
+        self.running = running
+        self.row_index = torch.tensor(
+            [work.req.kv.req_pool_idx for work in running], dtype=torch.int64
+        )
+        self.lengths = torch.tensor(
+            [work.req.kv.kv_committed_len for work in running], dtype=torch.int64
+        )
+
+    # -- looking at it --
+
+    def _sample(self, series: Series, step: int) -> None:
+        now = measure(self.rows.req_to_token[self.row_index], self.lengths)
+        series.step.append(step)
+        series.runs_per_request.append(round(now.runs_per_request, 2))
+        series.runs_per_1k_tokens.append(round(now.runs_per_1k_tokens, 2))
+        series.longest_run.append(now.longest_run)
+        series.block_share.append(round(now.block_share, 4))
+        series.moved_mib.append(round(self.metrics.bytes_moved_total / 2**20, 1))
+        series.free_slots.append(self.allocator.available_size())
+
+    def _check_content(self, work: _Work) -> None:
+        length = work.req.kv.kv_committed_len
+        row = self.rows.req_to_token[work.req.kv.req_pool_idx, :length]
+        if not torch.equal(self.pool.slots[row.long()], work.prints[:length]):
+            raise AssertionError(f"request {work.req.rid} lost some of its KV")
+
+    def _check_idle(self) -> None:
+        free, cached = self.allocator.available_size(), self.tree.evictable_size()
+        if free + cached != self.pool.size or self.tree.protected_size():
+            raise AssertionError(f"{free=} + {cached=} is not {self.pool.size}")

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to replay: when they arrive, their prompt, and what they answer.
+
+Time is counted in decode steps. The answer is part of the trace, so that a later
+turn of a conversation can begin with it.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+MOONCAKE_BLOCK = 512  # Tokens that one entry of ``hash_ids`` stands for.
+
+
+class TraceRequest(NamedTuple):
+    arrival: float
+    prompt: array
+    answer: array
+
+
+class Mix(NamedTuple):
+    """Lengths are geometric or uniform ranges, in tokens; ``load`` is the share of
+    the running batch that the arrivals keep busy."""
+
+    about: str
+    prompt_mean: int = 96
+    answer_mean: int = 32
+    long_share: float = 0.0
+    long_range: tuple[int, int] = (1024, 4096)
+    burst: int = 1  # Requests that arrive together.
+    shared_prefix: int = 64
+    num_prefixes: int = 64
+    follow_up: float = 0.0  # Share of requests that continue an earlier one.
+    load: float = 0.95
+
+
+MIXES = {
+    "poisson": Mix("short requests, independent arrivals"),
+    "burst": Mix("short requests in bursts of 64", burst=64),
+    "long-short": Mix(
+        "one prompt in 25 has 1,024 to 4,096 tokens",
+        long_share=0.04,
+        answer_mean=64,
+    ),
+    "turns": Mix(
+        "half of the requests continue an earlier conversation",
+        follow_up=0.5,
+        answer_mean=64,
+    ),
+}
+
+
+def synthetic(mix: Mix, *, count: int, max_running: int, seed: int) -> Iterator[TraceRequest]:
+    rng = np.random.default_rng(seed)
+    rate = mix.load * max_running / mix.answer_mean
+    prefixes = rng.integers(1 << 40, size=(mix.num_prefixes, mix.shared_prefix))
+    conversations: list[array] = []
+    now = 0.0
+    for index in range(count):
+        if index % mix.burst == 0:
+            now += rng.exponential(mix.burst / rate)
+        if rng.random() < mix.long_share:
+            own = int(rng.integers(*mix.long_range))
+        else:
+            own = int(rng.geometric(1 / mix.prompt_mean))
+        fresh = rng.integers(1 << 40, size=own)
+        if conversations and rng.random() < mix.follow_up:
+            slot = int(rng.integers(len(conversations)))
+            prompt = conversations[slot] + array("q", fresh.tobytes())
+        else:
+            slot = None
+            head = prefixes[rng.integers(mix.num_prefixes)]
+            prompt = array("q", head.tobytes()) + array("q", fresh.tobytes())
+        size = int(np.clip(rng.geometric(1 / mix.answer_mean), 2, 8 * mix.answer_mean))
+        answer = array("q", rng.integers(1 << 40, size=size).tobytes())
+        if mix.follow_up:
+            said = prompt + answer
+            if len(said) > 2048 and slot is not None:
+                del conversations[slot]
+            elif slot is not None:
+                conversations[slot] = said
+            elif len(conversations) < 256:
+                conversations.append(said)
+        yield TraceRequest(now, prompt, answer)
+
+
+def mooncake(path: Path, *, shrink: int, steps_per_second: float, limit: int) -> Iterator[TraceRequest]:
+    """A trace in Mooncake's format, one JSON object a line: ``timestamp`` in ms,
+    ``input_length``, ``output_length`` and ``hash_ids``, one per 512 tokens. Equal
+    ids are equal tokens. All lengths are divided by ``shrink``."""
+    block = MOONCAKE_BLOCK // shrink
+    with open(path) as lines:
+        for index, line in enumerate(lines):
+            if index == limit:
+                return
+            entry = json.loads(line)
+            length = max(1, entry["input_length"] // shrink)
+            ids = np.asarray(entry["hash_ids"], dtype=np.int64)
+            tokens = (ids[:, None] * block + np.arange(block)).reshape(-1)[:length]
+            if len(tokens) < length:  # The tail of a prompt may have no id.
+                own = -(index + 2) * (1 << 20) - np.arange(length - len(tokens))
+                tokens = np.concatenate([tokens, own])
+            size = max(2, entry["output_length"] // shrink)
+            answer = (1 << 50) + index * (1 << 20) + np.arange(size)
+            yield TraceRequest(
+                entry["timestamp"] / 1000 * steps_per_second,
+                array("q", tokens.tobytes()),
+                array("q", answer.astype(np.int64).tobytes()),
+            )
