@@ -14,7 +14,7 @@ def servers(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def expected():
-    """20 held-out prompts with their greedy continuations and verify-step counts, computed in torch without a server."""
+    """20 prompts with their greedy continuations and verify-step counts, computed in torch without a server."""
     entries = json.loads((MODELS / "expected_steps.json").read_text())["entries"]
     quota = {"code": 10, "prose": 4, "repeat": 3, "noise": 3}
     chosen = []

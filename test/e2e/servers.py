@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pathlib
 import signal
@@ -39,6 +40,7 @@ class Server:
             self.process = subprocess.Popen(
                 [*command, "--port", self.url.rpartition(":")[2]],
                 env=os.environ | ENVIRONMENT | dict(env), stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                preexec_fn=end_with_parent,
             )  # fmt: skip
 
     def wait_until_ready(self) -> Server:
@@ -90,6 +92,12 @@ class Server:
             time.sleep(0.1)
         assert used == 0, f"{used} KV slots are lost"
         assert self.process.poll() is None, self.log_tail()
+
+
+def end_with_parent() -> None:
+    """In the child: a test run that is killed leaves no server behind."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def free_port() -> int:

@@ -18,7 +18,7 @@ CASES = {
         "ValueError: DDTREE verifies at most 128 nodes a request; --speculative-num-draft-tokens is 129.",
     ),
     "while the model is set up": (
-        [*TARGET, "--attention-backend", "kdtree_sm120", "--page-size", "48", "--max-total-tokens", "4096"],
+        [*TARGET, "--attention-backend", "kdtree_sm120", "--page-size", "48", "--chunked-prefill-size", "4800"],
         "ValueError: kdtree_sm120 needs a page size that is a power of two, and --page-size is 48.",
     ),
 }

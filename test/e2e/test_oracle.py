@@ -51,8 +51,9 @@ def plugin(tmp_path_factory):
 def server(request, models, plugin, servers):
     directory, _ = models
     arguments = [
-        "--model-path", str(directory / "target"), "--device", "cpu", "--dtype", "float32", "--max-total-tokens", "8192",
-        "--attention-backend", "kdtree_sm120", *speculative("DDTREE", directory / "drafter"),
+        "--model-path", str(directory / "target"), "--device", "cpu", "--dtype", "float32",
+        "--max-total-tokens", "8192", "--attention-backend", "kdtree_sm120",
+        *speculative("DDTREE", directory / "drafter"),
     ]  # fmt: skip
     return servers.get(
         [*arguments, *CONFIGURATIONS[request.param]],

@@ -22,7 +22,8 @@ def check(server, entries, num_tokens, walk=None):
 def test_two_ranks_validating(servers, expected):
     """gloo, a vocabulary split in two: tokens and verify steps are those of one rank. Both kernels run, and agree."""
     server = servers.get(
-        [*TARGET, *POOL, *TREE_OF_8, "--attention-backend", "kdtree_sm120", "--tp-size", "2", "--kdtree-verify", "validate"],
+        [*TARGET, *POOL, *TREE_OF_8, "--attention-backend", "kdtree_sm120", "--tp-size", "2",
+         "--kdtree-verify", "validate"],
         {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
     )  # fmt: skip
     check(server, [entry for entry in expected if entry["prompt_tokens"] < 200][:4], 128, "tree8")
@@ -36,7 +37,5 @@ def test_two_ranks_validating(servers, expected):
 
 def test_upstream_triton_kernels_verify_the_same_tree(servers, expected):
     """TRITON_INTERPRET=1 runs upstream's MLA kernels without a GPU; they read the tree from a FULL mask."""
-    server = servers.get(
-        [*TARGET, *POOL, *TREE_OF_8, "--attention-backend", "triton"], {"TRITON_INTERPRET": "1"}
-    )
+    server = servers.get([*TARGET, *POOL, *TREE_OF_8, "--attention-backend", "triton"], {"TRITON_INTERPRET": "1"})
     check(server, sorted(expected, key=lambda entry: entry["prompt_tokens"])[:2], 12)

@@ -35,7 +35,12 @@ def ragged_batch():
 
 def seeded_batch():
     """Sampled requests, a seed each: without filters, and with top-p and top-k."""
-    texts = ["def f(a, b):\n    return", "import os\ndef main(", "The tree is verified in one pass because", "x = [1, 2, 3]\n"]
+    texts = [
+        "def f(a, b):\n    return",
+        "import os\ndef main(",
+        "The tree is verified in one pass because",
+        "x = [1, 2, 3]\n",
+    ]
     kinds = [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.2, "top_k": 20}]
     prompts, parameters = [], []
     for seed, text in enumerate(texts):

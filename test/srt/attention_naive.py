@@ -5,6 +5,7 @@ import math
 from types import SimpleNamespace
 
 import torch
+
 from sglang.srt.layers.radix_attention import AttentionType
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import torch
+
 from sglang.kernels.ops.sampling.murmur_hash import murmur_hash32
 from sglang.kernels.ops.sampling.murmur_hash_torch import murmur_hash32_torch
 
@@ -52,9 +53,10 @@ def test_definition():
 
 def test_the_sampler_passes_seeds_as_uint64():
     seeds, positions, columns = inputs()
-    assert murmur_hash32_torch(seeds.to(torch.uint64), positions, columns).tolist() == murmur_hash32_torch(
-        seeds, positions, columns
-    ).tolist()
+    assert (
+        murmur_hash32_torch(seeds.to(torch.uint64), positions, columns).tolist()
+        == murmur_hash32_torch(seeds, positions, columns).tolist()
+    )
 
 
 def test_hash_needs_no_sgl_kernel():

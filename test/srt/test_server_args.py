@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES
 from sglang.srt.arg_groups.overrides import record_foreign_defaults, resolving_view
 from sglang.srt.server_args import ServerArgs
@@ -129,7 +130,7 @@ REFUSED = [
     (dict(speculative_ddtree_topk=65), "--speculative-ddtree-topk between 1 and 64, got 65"),
     (dict(max_running_requests=257), "at most 256 requests at once; --max-running-requests is 257"),
     (dict(page_size=12), "--page-size that is a power of two, got 12"),
-    (dict(speculative_dflash_block_size=16), "trained for blocks of 8 tokens, but --speculative-dflash-block-size is 16"),
+    (dict(speculative_dflash_block_size=16), "for blocks of 8 tokens, but --speculative-dflash-block-size is 16"),
     (dict(enable_dp_attention=True), "does not support --enable-dp-attention"),
     (dict(attn_cp_size=2), "does not support --attn-cp-size above 1"),
     (dict(dcp_size=2), "does not support --dcp-size above 1"),
@@ -147,9 +148,9 @@ REFUSED = [
     (dict(device="xpu"), "runs on cuda and cpu, not on xpu"),
     (dict(attention_backend="flashinfer"), "carries a tree mask; --attention-backend is flashinfer. Use one of kdtree"),
     (dict(decode_attention_backend="fa3"), "carries a tree mask; --decode-attention-backend is fa3"),
-    (dict(prefill_attention_backend="torch_native"), "carries a tree mask; --prefill-attention-backend is torch_native"),
-    (dict(drafter=DRAFTER | {"vocab_size": 1024}), "does not fit the target: its vocab_size is 1024, the target's is 2048"),
-    (dict(drafter=DRAFTER | {"hidden_size": 128}), "does not fit the target: its hidden_size is 128, the target's is 256"),
+    (dict(prefill_attention_backend="torch_native"), "a tree mask; --prefill-attention-backend is torch_native"),
+    (dict(drafter=DRAFTER | {"vocab_size": 1024}), "its vocab_size is 1024, the target's is 2048"),
+    (dict(drafter=DRAFTER | {"hidden_size": 128}), "its hidden_size is 128, the target's is 256"),
     (
         dict(drafter=DRAFTER | {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 2]}}),
         r"reads layers \[1, 2\] of a model of 3 layers, the target has 3 and the output of the last one cannot be read",

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+
 from sglang.srt.platforms.torch_cpu import TorchCpuPlatform, cpu_is_chosen, discover, require_torch_cpu
 
 # A GPU that reads CUDA_VISIBLE_DEVICES once, at the first question, as the CUDA driver does.

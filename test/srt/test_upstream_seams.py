@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from sglang.srt.mem_cache import allocation, allocation_sizing
 
 

@@ -4,6 +4,7 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sglang.srt.mem_cache.torch_slots import gather_extend_slots, write_slot_ranges
 
 
@@ -43,6 +44,8 @@ def test_windows_are_gathered_row_by_row(case, num_tokens):
         req_pool_indices=rows, req_to_token=table, start_offset=starts, end_offset=starts + num_tokens,
         batch_size=len(rows), draft_token_num=num_tokens, device=torch.device("cpu"),
     )  # fmt: skip
-    expected = [int(table[r, s + j]) for r, s in zip(rows.tolist(), starts.tolist(), strict=True) for j in range(num_tokens)]
+    expected = [
+        int(table[r, s + j]) for r, s in zip(rows.tolist(), starts.tolist(), strict=True) for j in range(num_tokens)
+    ]
     assert out.dtype == torch.int64
     assert out.tolist() == expected

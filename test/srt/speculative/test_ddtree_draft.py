@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from sglang.srt.speculative.ddtree_draft import top_candidates
 
 HIDDEN = 16

@@ -4,8 +4,9 @@
 from types import SimpleNamespace
 
 import pytest
-import sgl_kernel_sm120
 import torch
+
+import sgl_kernel_sm120
 from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.speculative import ddtree_worker
@@ -24,7 +25,9 @@ def tree():
 
 def make_step():
     return SimpleNamespace(
-        prefix_lens=torch.tensor(PREFIXES), batch_size=2, max_lens_cpu=torch.tensor([11, 7])  # an upper bound
+        prefix_lens=torch.tensor(PREFIXES),
+        batch_size=2,
+        max_lens_cpu=torch.tensor([11, 7]),  # an upper bound
     )
 
 

@@ -8,19 +8,28 @@ torch's on a GPU, are not.
 from types import SimpleNamespace
 
 import pytest
-import sgl_kernel_sm120
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sgl_kernel_sm120
 from sglang.srt.layers.attention.kdtree_metadata import combined_indices, combined_indptr, full_mask
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.ddtree_draft import top_candidates
 from sglang.srt.speculative.ddtree_sampling import adjust_logits, target_tokens
 from sglang.srt.speculative.ddtree_worker import DDTreeWorker
-from torch.utils._python_dispatch import TorchDispatchMode
 
 BATCH, NODES, DEPTH, RANKS, VOCAB, HIDDEN = 2, 8, 3, 4, 32, 16
 
 # A value, or a shape that depends on values.
-READ_BACK = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero", "repeat_interleave.Tensor")
+READ_BACK = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "equal",
+    "is_nonzero",
+    "repeat_interleave.Tensor",
+)
 
 
 class NoReadBack(TorchDispatchMode):

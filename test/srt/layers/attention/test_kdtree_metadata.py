@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sglang.srt.layers.attention.kdtree_metadata import (
     chain_visible,
     combined_indices,

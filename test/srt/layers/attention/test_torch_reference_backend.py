@@ -5,13 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from srt.attention_naive import Pool, make_layer, naive_attention
+
 from sglang.srt.layers.attention.torch_reference_backend import TorchReferenceAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.ddtree_info import DDTreeVerifyInput
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
-from srt.attention_naive import Pool, make_layer, naive_attention
 
 ROWS = [4, 0, 2]  # rows of req_to_token, out of order
 PREFIXES = [0, 1, 23]
@@ -93,9 +94,7 @@ def test_decode(shape):
 
 
 def chain_input(n, mask=None, cls=DFlashVerifyInput, **fields):
-    return cls(
-        draft_token=torch.empty(0), positions=torch.empty(0), draft_token_num=n, custom_mask=mask, **fields
-    )
+    return cls(draft_token=torch.empty(0), positions=torch.empty(0), draft_token_num=n, custom_mask=mask, **fields)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
