@@ -282,7 +282,7 @@ class ContiguousTokenAllocator(TokenToKVPoolAllocator):
         self.runs.rearrange()
 
     def create_prefill_budget(self, tree_cache, *, num_mixed_decode_tokens=0):
-        self._prefill_is_next = True
+        self._prefill_is_next, self._decode_rows = True, None
         return super().create_prefill_budget(
             tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens
         )

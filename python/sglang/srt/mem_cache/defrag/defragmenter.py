@@ -137,7 +137,7 @@ class Tier0Defragmenter:
         if self._idle_at_step == self.step:
             return
         self._idle_at_step = self.step
-        self.runs.age()
+        self.runs.end_stripes()
         self.runs.rearrange()
 
     def _start_survey(self) -> None:
