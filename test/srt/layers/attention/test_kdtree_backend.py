@@ -8,8 +8,10 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-import sgl_kernel_sm120
 import torch
+from srt.attention_naive import Pool, make_layer, naive_attention
+
+import sgl_kernel_sm120
 from sglang.srt.layers.attention import kdtree_backend, kdtree_verify
 from sglang.srt.layers.attention.kdtree_backend import KDTreeVerifyBackend
 from sglang.srt.layers.attention.kdtree_metadata import full_mask, full_mask_indptr
@@ -17,7 +19,6 @@ from sglang.srt.layers.attention.kdtree_verify import VerifyErrors
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.ddtree_info import DDTreeVerifyInput
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
-from srt.attention_naive import Pool, make_layer, naive_attention
 
 ROWS, PREFIXES, NUM_HEADS = [3, 1], [17, 2], 2
 # Node 0 has the children 1 and 2, node 1 the child 3: two siblings that must not see each other.
@@ -221,7 +222,7 @@ def test_validate_counts_and_returns_the_stock_result(settings, monkeypatch, cap
     assert "8 rows compared, 0 over the limit" in backend.errors.report()
 
     wrong = sgl_kernel_sm120.mla_tree_verify
-    monkeypatch.setattr(kdtree_verify, "mla_tree_verify", lambda *a, **k: wrong(*a, **k) + 0.25)
+    monkeypatch.setattr(kdtree_verify, "mla_tree_verify", lambda *a, **k: wrong(*a, **k).add_(0.25))
     close(verify(case, backend=backend), naive(case))
     assert "16 rows compared, 8 over the limit, max abs error 2.5" in backend.errors.report()
 

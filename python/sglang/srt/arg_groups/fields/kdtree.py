@@ -8,6 +8,7 @@ everywhere, and a failure to register stops the process.
 
 from __future__ import annotations
 
+import os
 from typing import Literal, Optional
 
 import msgspec
@@ -26,6 +27,20 @@ class KDTreeSpec(msgspec.Struct):
     ] = None
 
 
+VERIFY_MODES = ("off", "validate", "on")
+
+
+def default_verify_mode() -> str:
+    """KDTREE_VERIFY is for services whose command line is fixed; the flag goes first."""
+    mode = os.environ.get("KDTREE_VERIFY", "on")
+    if mode not in VERIFY_MODES:
+        raise ValueError(
+            f"the environment variable KDTREE_VERIFY is {mode!r}; use one of "
+            f"{', '.join(VERIFY_MODES)}."
+        )
+    return mode
+
+
 class KDTreeKernel(msgspec.Struct):
     _NS_PATH = "exec.kernel"
 
@@ -33,8 +48,13 @@ class KDTreeKernel(msgspec.Struct):
         Literal["off", "validate", "on"],
         "Attention backend kdtree_sm120 only. Which kernel verifies drafts: off = "
         "the stock one, validate = both, compared, and the stock result is used, "
-        "on = kdtree_sm120's.",
-    ] = "on"
+        "on = kdtree_sm120's. The environment variable KDTREE_VERIFY sets the default.",
+    ] = default_verify_mode()
+    kdtree_dump_dir: A[
+        Optional[str],
+        "--kdtree-verify validate only. Where a mismatch is written as a file that "
+        "python -m sglang.kdtree probe verify reads; nothing is written by default.",
+    ] = None
 
 
 class KDTreeMemory(msgspec.Struct):

@@ -6,11 +6,15 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 from typing import TYPE_CHECKING, Optional
 
 import torch
+from sgl_kernel_sm120 import cuda_available_ops
 
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.kdtree_verify import (
+    MAX_BATCH,
     MAX_DRAFT_TOKENS,
     QK_HEAD_DIM,
     V_HEAD_DIM,
@@ -24,6 +28,7 @@ from sglang.srt.layers.attention.torch_reference_backend import (
 )
 from sglang.srt.models.deepseek_common.attention_backend_handler import (
     AttentionBackendRegistry,
+    handle_attention_triton,
 )
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
     AttnForwardMethod,
@@ -32,6 +37,7 @@ from sglang.srt.platforms.torch_cpu import require_torch_cpu
 from sglang.srt.runtime_context import (
     attention_backends,
     get_exec,
+    get_parallel,
     get_schedule,
     get_spec,
 )
@@ -46,12 +52,13 @@ logger = logging.getLogger(__name__)
 # Verification steps between two reports of --kdtree-verify validate.
 REPORT_INTERVAL = 256
 
+EAGLE_FAMILY = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+
 
 class KDTreeVerifyBackend(TorchReferenceAttnBackend):
     """kdtree_sm120 on a CPU: the kernel's CPU form over torch_reference.
 
-    The CUDA form is to subclass TritonAttnBackend and use the same TreeVerifier and
-    VerifyErrors over static buffers.
+    kdtree_triton_backend has the CUDA form.
     """
 
     def __init__(self, runner):
@@ -127,17 +134,88 @@ class KDTreeVerifyBackend(TorchReferenceAttnBackend):
         logger.info("%s, %d steps", self.errors.report(), self.steps_validated)
 
 
-def create_kdtree_backend(runner) -> KDTreeVerifyBackend:
-    if runner.device != "cpu":
-        raise ValueError(
-            "kdtree_sm120: the CUDA form of this backend is not available yet; use "
-            "--device cpu, or --attention-backend triton on a GPU."
-        )
-    require_torch_cpu("--attention-backend kdtree_sm120")
+def create_kdtree_backend(runner) -> AttentionBackend:
+    interpreted = runner.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if runner.device == "cpu":
+        require_torch_cpu("--attention-backend kdtree_sm120")
+    if runner.device == "cpu" and not interpreted:
+        check_runner(runner)
+        check_page_size(get_schedule().page_size)
+        check_verify_goes_to("kdtree_sm120")
+        return KDTreeVerifyBackend(runner)
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    AttentionBackendRegistry.register("kdtree_sm120", handle_attention_triton)
+    if runner.is_draft_worker:
+        # A drafter's own prefill. It may be no MLA model at all.
+        return TritonAttnBackend(runner)
     check_runner(runner)
     check_page_size(get_schedule().page_size)
     check_verify_goes_to("kdtree_sm120")
-    return KDTreeVerifyBackend(runner)
+    check_over_triton(runner)
+    from sglang.srt.layers.attention.kdtree_triton_backend import KDTreeTritonBackend
+
+    return KDTreeTritonBackend(runner)
+
+
+def check_over_triton(runner) -> None:
+    """What the form over Triton refuses beyond check_runner."""
+    if runner.device != "cpu":
+        check_device(runner)
+    if get_exec().deterministic.enable_deterministic_inference and (
+        get_exec().kernel.kdtree_verify != "off"
+    ):
+        raise ValueError(
+            "kdtree_sm120 splits the KV of a batch by its lengths, so it is not "
+            "batch-invariant; use --kdtree-verify off or --attention-backend triton "
+            "with --enable-deterministic-inference."
+        )
+    if get_parallel().attn_dcp_size > 1:
+        raise ValueError(
+            "kdtree_sm120 does not support --dcp-size above 1; use --attention-backend "
+            "triton."
+        )
+    spec = get_spec()
+    if spec.speculative_algorithm is None:
+        return
+    if runner.req_to_token_pool.size > MAX_BATCH:
+        raise ValueError(
+            f"kdtree_sm120 verifies at most {MAX_BATCH} requests at once, and "
+            f"--max-running-requests is {runner.req_to_token_pool.size}."
+        )
+    if (
+        spec.speculative_algorithm in EAGLE_FAMILY
+        and spec.speculative_draft_attention_backend is None
+    ):
+        raise ValueError(
+            f"{spec.speculative_algorithm} drafts on an attention backend of its own "
+            "kind, which kdtree_sm120 is not; add --speculative-draft-attention-backend "
+            "triton."
+        )
+
+
+def check_device(runner) -> None:
+    if not runner.device.startswith("cuda") or torch.version.hip is not None:
+        raise ValueError(
+            f"kdtree_sm120 runs on CUDA GPUs and, in torch, on a CPU, not on "
+            f"{runner.device}; use --attention-backend triton."
+        )
+    if "mla_tree_verify" not in cuda_available_ops():
+        raise ValueError(
+            "kdtree_sm120: this installation of sgl-kernel-sm120 has no CUDA kernels; "
+            "install its wheel (python -m sglang.kdtree doctor says what is there), or "
+            "use --attention-backend triton."
+        )
+    if runner.dtype != torch.bfloat16:
+        raise ValueError(
+            f"kdtree_sm120 computes in bfloat16, and the model runs in {runner.dtype}; "
+            "add --dtype bfloat16."
+        )
+    if runner.kv_cache_dtype not in (torch.bfloat16, torch.float8_e4m3fn):
+        raise ValueError(
+            f"kdtree_sm120 reads KV in bfloat16 or fp8_e4m3, not in "
+            f"{runner.kv_cache_dtype}; change --kv-cache-dtype."
+        )
 
 
 def check_runner(runner) -> None:
@@ -188,7 +266,8 @@ def check_verify_goes_to(name: str) -> None:
         )
 
 
-# MLA layers read the latent pool in the absorbed form, in every forward mode.
+# On a CPU, MLA layers read the latent pool in the absorbed form in every forward mode.
+# create_kdtree_backend replaces this by Triton's rule where it builds that form.
 AttentionBackendRegistry.register(
     "kdtree_sm120", lambda attn, forward_batch: AttnForwardMethod.MLA
 )

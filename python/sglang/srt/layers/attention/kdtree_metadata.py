@@ -57,6 +57,15 @@ def full_mask_indptr(prefix_lens: torch.Tensor, num_tokens: int) -> torch.Tensor
     return combined_indptr(prefix_lens, num_tokens) * num_tokens
 
 
+def draft_cells(prefix_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """int64 [b, N, N]: where a FULL mask, flat, holds the draft columns of each row."""
+    row_stride = (prefix_lens.long() + num_tokens)[:, None, None]
+    block = full_mask_indptr(prefix_lens, num_tokens)[:-1, None, None]
+    token = torch.arange(num_tokens, device=prefix_lens.device)
+    draft_columns = prefix_lens.long()[:, None, None] + token
+    return block + token[:, None] * row_stride + draft_columns
+
+
 def full_mask(
     visible: torch.Tensor, prefix_lens: torch.Tensor, max_cells: int
 ) -> torch.Tensor:
@@ -64,14 +73,21 @@ def full_mask(
 
     visible is bool [b, N, N]; max_cells is at least the sum of N * (prefix + N).
     """
-    num_tokens = visible.shape[1]
-    row_stride = (prefix_lens.long() + num_tokens)[:, None, None]
-    block = full_mask_indptr(prefix_lens, num_tokens)[:-1, None, None]
-    token = torch.arange(num_tokens, device=visible.device)
-    draft_columns = prefix_lens.long()[:, None, None] + token
-    cells = block + token[:, None] * row_stride + draft_columns
+    cells = draft_cells(prefix_lens, visible.shape[1])
     mask = torch.ones(max_cells, dtype=torch.bool, device=visible.device)
     return mask.scatter_(0, cells.flatten(), visible.flatten())
+
+
+def visible_of_full_mask(
+    mask: torch.Tensor, prefix_lens: torch.Tensor, num_tokens: int
+) -> torch.Tensor:
+    """[b, N, N]: the draft columns of a FULL mask.
+
+    Requests past the mask's end (a batch that was padded after it was built) read its
+    last cell.
+    """
+    cells = draft_cells(prefix_lens, num_tokens).clamp_(max=mask.numel() - 1)
+    return mask[cells]
 
 
 def chain_visible(

@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What --kdtree-verify validate finds: counters on the device, a log line every so many
+steps and at exit, Prometheus metrics, and one reproducer file.
+
+``Validation.compare`` is called by every layer, also inside a captured step: it is
+tensor arithmetic of fixed shapes into static buffers. ``Validation.tick`` is called by
+the host before each step: it starts a copy to the host, and reads one that has arrived.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import pathlib
+from typing import TYPE_CHECKING, List, Optional
+
+import msgspec
+import torch
+from sgl_kernel_sm120 import __version__ as kernel_version
+
+from sglang.srt.layers.attention.kdtree_verify import (
+    QK_HEAD_DIM,
+    V_HEAD_DIM,
+    LayerErrors,
+    VerifyErrors,
+    VerifyStep,
+)
+from sglang.srt.runtime_context import get_observability, get_parallel, get_serving
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+logger = logging.getLogger(__name__)
+
+# Steps between two reports. Before that, reports come at 2, 4, 8 ... steps: a scheduler
+# process ends by a kill, so what exit handlers say is often lost.
+REPORT_INTERVAL = 256
+# A request of 185k tokens in bf16 is 213 MB.
+DUMP_LIMIT_BYTES = 256 << 20
+
+
+class KDTreeMetrics:
+    """Counters and gauges of one rank. ``labels`` None exports nothing."""
+
+    def __init__(self, labels: Optional[dict[str, str]]):
+        self._labels = labels
+        self._exported = dict.fromkeys(("rows", "rows_over_ulp", "mismatches"), 0)
+        if labels is None:
+            return
+        # Upstream sets PROMETHEUS_MULTIPROC_DIR before this import may happen.
+        from prometheus_client import Counter, Gauge
+
+        names = list(labels)
+        self._counters = {
+            "rows": Counter(
+                name="sglang:kdtree_validate_rows_total",
+                documentation="Rows (tokens of a layer) that validate mode compared.",
+                labelnames=names,
+            ),
+            "rows_over_ulp": Counter(
+                name="sglang:kdtree_validate_rows_over_ulp_total",
+                documentation="Rows further apart than one bf16 rounding step.",
+                labelnames=names,
+            ),
+            "mismatches": Counter(
+                name="sglang:kdtree_validate_mismatches_total",
+                documentation="Rows further apart than rounding explains.",
+                labelnames=names,
+            ),
+        }
+        self._fallbacks = Counter(
+            name="sglang:kdtree_fallback_calls_total",
+            documentation="Attention calls that went to Triton. A call of a captured "
+            "step counts once, at its capture.",
+            labelnames=[*names, "reason"],
+        )
+        self._gauges = {
+            "max_abs": Gauge(
+                name="sglang:kdtree_validate_max_abs_error",
+                documentation="Largest difference of an element since the start.",
+                labelnames=[*names, "layer"],
+                multiprocess_mode="mostrecent",
+            ),
+            "mean_rel": Gauge(
+                name="sglang:kdtree_validate_mean_rel_error",
+                documentation="Sum of differences over sum of elements.",
+                labelnames=[*names, "layer"],
+                multiprocess_mode="mostrecent",
+            ),
+        }
+
+    def fell_back(self, reason: str) -> None:
+        if self._labels is not None:
+            self._fallbacks.labels(**self._labels, reason=reason).inc()
+
+    def validated(self, layers: List[LayerErrors], first_layer: int) -> None:
+        """``layers`` are totals since the start."""
+        if self._labels is None:
+            return
+        for name, counter in self._counters.items():
+            total = sum(getattr(errors, name) for errors in layers)
+            counter.labels(**self._labels).inc(total - self._exported[name])
+            self._exported[name] = total
+        for errors in layers:
+            labels = self._labels | {"layer": str(first_layer + errors.layer_index)}
+            for name, gauge in self._gauges.items():
+                gauge.labels(**labels).set(getattr(errors, name))
+
+
+def metric_labels() -> Optional[dict[str, str]]:
+    """The labels of upstream's scheduler collector that an attention backend can know."""
+    if not get_observability().enable_metrics:
+        return None
+    parallel = get_parallel()
+    return {
+        "model_name": get_serving().served_model_name,
+        "engine_type": "unified",
+        "tp_rank": str(parallel.tp_rank),
+        "pp_rank": str(parallel.pp_rank),
+    }
+
+
+class MismatchLatch:
+    """The first request that is a mismatch, kept on the device until the host looks.
+
+    Prefix KV is not kept: it stays in the pool while the request lives.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_tokens: int,
+        num_heads: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        device: torch.device,
+    ):
+        def zeros(*shape, dtype=dtype):
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.q = zeros(num_tokens, num_heads, QK_HEAD_DIM)
+        self.ours = zeros(num_tokens, num_heads, V_HEAD_DIM)
+        self.reference = zeros(num_tokens, num_heads, V_HEAD_DIM)
+        self.draft_kv = zeros(num_tokens, QK_HEAD_DIM, dtype=kv_dtype)
+        self.draft_slots = zeros(num_tokens, dtype=torch.int64)
+        self.tree_mask = zeros(num_tokens, num_tokens, dtype=torch.uint8)
+        # taken, layer, row of req_to_token, prefix length, tokens
+        self.facts = zeros(5, dtype=torch.int64)
+
+    def take(
+        self,
+        layer_id: int,
+        step: VerifyStep,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        ours: torch.Tensor,
+        reference: torch.Tensor,
+        mismatch: torch.Tensor,
+    ) -> None:
+        """mismatch is bool [b * N]. Fixed shapes, no host sync."""
+        n = step.num_tokens
+        wrong = mismatch.view(step.batch_size, n).any(dim=-1)
+        request = wrong.int().argmax()[None]
+        new = wrong.any() & (self.facts[0] == 0)
+        end = step.indptr.long().index_select(0, request + 1)
+        prefix_len = end - step.indptr.long().index_select(0, request) - n
+        place = (end - n + torch.arange(n, device=q.device)).clamp_(min=0)
+        slots = step.indices.index_select(0, place).long()
+        # fp8 has no index_select; bytes do.
+        kv = kv_cache.view(kv_cache.shape[0], QK_HEAD_DIM)
+        kv = kv.view(torch.uint8).index_select(0, slots)
+
+        def of_request(rows: torch.Tensor) -> torch.Tensor:
+            rows = rows[: mismatch.shape[0]].view(step.batch_size, n, -1)
+            return rows.index_select(0, request)
+
+        def latch(buffer: torch.Tensor, value: torch.Tensor) -> None:
+            buffer.copy_(torch.where(new, value.reshape(buffer.shape), buffer))
+
+        latch(self.q[:n], of_request(q))
+        latch(self.ours[:n], of_request(ours))
+        latch(self.reference[:n], of_request(reference))
+        latch(self.draft_kv[:n].view(torch.uint8), kv)
+        latch(self.draft_slots[:n], slots)
+        if step.tree_mask is not None:
+            mask = step.tree_mask.index_select(0, request).to(torch.uint8)
+        else:
+            mask = torch.ones_like(self.tree_mask[:n, :n]).tril()
+        latch(self.tree_mask[:n, :n], mask)
+        row = step.rows.long().index_select(0, request)
+
+        def number(value: int) -> torch.Tensor:
+            return torch.full((1,), value, dtype=torch.int64, device=q.device)
+
+        facts = [number(1), number(layer_id), row, prefix_len, number(n)]
+        latch(self.facts, torch.cat(facts))
+
+
+class Reproducer(msgspec.Struct, frozen=True):
+    """A latched mismatch on the host; the format is probe/reproducer.py's."""
+
+    tensors: dict[str, torch.Tensor]
+    metadata: dict[str, str]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def describe(self) -> str:
+        m = self.metadata
+        return (
+            f"layer {m['layer']}, s_q {m['s_q']}, h_q {m['h_q']}, context "
+            f"{m['context']}, max abs error {m['max_abs']}"
+        )
+
+    def save(self, folder: pathlib.Path, limit_bytes: int = DUMP_LIMIT_BYTES) -> str:
+        """-> what was done, for the log"""
+        if self.num_bytes > limit_bytes:
+            return f"no reproducer: {self.num_bytes} bytes, at most {limit_bytes} are written"
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        name = "kdtree-mismatch-rank{tp_rank}-layer{layer}-context{context}.safetensors"
+        path = folder / name.format(**self.metadata)
+        save_file(self.tensors, path, metadata=self.metadata)
+        return f"reproducer {path}"
+
+
+def build_reproducer(
+    latch: MismatchLatch,
+    *,
+    req_to_token: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: RadixAttention,
+    page_size: int,
+    tp_rank: int,
+) -> Reproducer:
+    """Reads the latch: a host sync, once in a server's life."""
+    _, layer_id, row, prefix_len, n = latch.facts.tolist()
+    prefix = req_to_token[row, :prefix_len].long()
+    kv = kv_cache.view(kv_cache.shape[0], QK_HEAD_DIM)[prefix]
+    ours, reference = latch.ours[:n], latch.reference[:n]
+    error = (ours.float() - reference.float()).abs()
+    scaled = layer.k_scale is not None and layer.v_scale is not None
+    num_entries = prefix_len + n
+    tensors = {
+        "q": latch.q[:n],
+        "kv_rows": torch.cat([kv, latch.draft_kv[:n]]),
+        "kv_indptr": torch.tensor([0, num_entries]),
+        "kv_indices": torch.cat([prefix, latch.draft_slots[:n]]),
+        "tree_mask": latch.tree_mask[:n, :n],
+        "out_reference": reference,
+        "out_kdtree": ours,
+    }
+    metadata = {
+        "format": "kdtree-reproducer-1",
+        "layer": layer_id,
+        "context": prefix_len,
+        "s_q": n,
+        "h_q": ours.shape[1],
+        "page_size": page_size,
+        "mask_layout": "QLEN",
+        "sm_scale": layer.scaling,
+        "logit_cap": layer.logit_cap,
+        "k_scale": layer.k_scale_float if scaled else 1.0,
+        "v_scale": layer.v_scale_float if scaled else 1.0,
+        "request_id": "",
+        "tp_rank": tp_rank,
+        "max_abs": float(error.max()),
+        "mean_rel": float(error.sum() / reference.float().abs().sum()),
+        "versions": f"torch {torch.__version__}, sgl_kernel_sm120 {kernel_version}",
+    }
+    return Reproducer(
+        tensors={k: v.contiguous().cpu() for k, v in tensors.items()},
+        metadata={k: str(v) for k, v in metadata.items()},
+    )
+
+
+def is_report_step(steps: int) -> bool:
+    early = 2 <= steps < REPORT_INTERVAL and steps & (steps - 1) == 0
+    return early or steps % REPORT_INTERVAL == 0
+
+
+class Validation:
+    """Validate mode of one rank."""
+
+    def __init__(
+        self,
+        *,
+        first_layer: int,
+        num_layers: int,
+        num_tokens: int,
+        num_heads: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        device: torch.device,
+        page_size: int,
+        req_to_token: torch.Tensor,
+        tp_rank: int,
+        metrics: KDTreeMetrics,
+        dump_dir: Optional[str],
+    ):
+        fp8 = kv_dtype.itemsize == 1
+        self.first_layer = first_layer
+        self.page_size = page_size
+        self.req_to_token = req_to_token
+        self.tp_rank = tp_rank
+        self.metrics = metrics
+        self.dump_dir = dump_dir
+        self.errors = VerifyErrors(
+            num_layers,
+            device,
+            VerifyErrors.MISMATCH_LIMIT_FP8 if fp8 else VerifyErrors.MISMATCH_LIMIT,
+        )
+        self.latch = MismatchLatch(
+            num_tokens=num_tokens,
+            num_heads=num_heads,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            device=device,
+        )
+        self.layers: dict[int, tuple[RadixAttention, torch.Tensor]] = {}
+        self.steps = 0
+        self.dumped = False
+        pinned = device.type == "cuda"
+        self._taken = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
+        self._snapshot = torch.zeros(
+            self.errors.counters.shape, dtype=torch.float64, pin_memory=pinned
+        )
+        self._arrived: Optional[torch.cuda.Event] = None
+        atexit.register(self.finish)
+
+    def compare(
+        self,
+        layer: RadixAttention,
+        step: VerifyStep,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        ours: torch.Tensor,
+        reference: torch.Tensor,
+    ) -> None:
+        """Rows of padding (row 0 of req_to_token, or past b * N) are left out."""
+        self.layers[layer.layer_id] = (layer, kv_cache)
+        n, num_rows = step.num_tokens, step.batch_size * step.num_tokens
+        counted = (step.rows != 0)[:, None].expand(-1, n).reshape(-1)
+        ours, reference = ours[:num_rows], reference[:num_rows]
+        mismatch = self.errors.update(
+            layer.layer_id - self.first_layer, ours, reference, counted
+        )
+        self.latch.take(layer.layer_id, step, q, kv_cache, ours, reference, mismatch)
+
+    def tick(self) -> None:
+        """Before a step, outside any capture. Never waits for the device."""
+        self.steps += 1
+        if self._taken.item() and not self.dumped:
+            self.dump()
+        self._taken.copy_(self.latch.facts[:1], non_blocking=True)
+        if self._arrived is not None and self._arrived.query():
+            self._arrived = None
+            self.report(self._snapshot)
+        if is_report_step(self.steps):
+            self._snapshot.copy_(self.errors.counters, non_blocking=True)
+            if self._snapshot.is_pinned():
+                self._arrived = torch.cuda.Event()
+                self._arrived.record()
+            else:
+                self.report(self._snapshot)
+
+    def dump(self) -> None:
+        self.dumped = True
+        layer, kv_cache = self.layers[int(self.latch.facts[1])]
+        reproducer = build_reproducer(
+            self.latch,
+            req_to_token=self.req_to_token,
+            kv_cache=kv_cache,
+            layer=layer,
+            page_size=self.page_size,
+            tp_rank=self.tp_rank,
+        )
+        done = "no reproducer: set --kdtree-dump-dir to get one"
+        if self.dump_dir is not None:
+            done = reproducer.save(pathlib.Path(self.dump_dir))
+        logger.error(
+            "kdtree_sm120 validate: mismatch, %s; %s", reproducer.describe(), done
+        )
+
+    def report(self, counters: torch.Tensor) -> None:
+        logger.info("%s, %d steps", VerifyErrors.describe(counters), self.steps)
+        self.metrics.validated(VerifyErrors.summary(counters), self.first_layer)
+
+    def finish(self) -> None:
+        if self.steps:
+            if self.latch.facts[0].item() and not self.dumped:
+                self.dump()
+            self.report(self.errors.counters.cpu())
