@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Asynchronous copies from global to shared memory, and prefetches into the L2.
+// Asynchronous copies from global to shared memory.
 #pragma once
 #include <cstdint>
 
@@ -10,21 +10,12 @@ __device__ __forceinline__ void cp_async_16(uint32_t dst, const void* src, uint3
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits until at most `Pending` of this thread's newest groups are in flight.
-template <int Pending>
-__device__ __forceinline__ void cp_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
-}
+// Until all copies of this thread are complete.
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // One arrival on `barrier` once all earlier cp.async of this thread are complete.
 __device__ __forceinline__ void cp_async_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void prefetch_l2(const void* line) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
 }
 
 }  // namespace sgl_kernel_sm120::arch

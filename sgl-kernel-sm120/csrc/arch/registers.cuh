@@ -6,15 +6,24 @@
 namespace sgl_kernel_sm120::arch {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL)
-#define SGL_KERNEL_CAN_MOVE_REGISTERS 1
+inline constexpr bool kCanMoveRegisters = true;
+#define SGL_KERNEL_CAN_MOVE_REGISTERS
 #else
-#define SGL_KERNEL_CAN_MOVE_REGISTERS 0
+inline constexpr bool kCanMoveRegisters = false;
 #endif
+
+// threadIdx.x, read where it is written: what the compiler derives from threadIdx.x itself it may hold in registers from the
+// start of the kernel to its end.
+__device__ __forceinline__ int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index & 1023;  // not negative, so that division by a power of two is a shift
+}
 
 // To at most kCount registers a thread from now on; the whole warpgroup.
 template <int kCount>
 __device__ __forceinline__ void give_up_registers() {
-#if SGL_KERNEL_CAN_MOVE_REGISTERS
+#ifdef SGL_KERNEL_CAN_MOVE_REGISTERS
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 #endif
 }
@@ -22,7 +31,7 @@ __device__ __forceinline__ void give_up_registers() {
 // Waits until kCount registers a thread are there.
 template <int kCount>
 __device__ __forceinline__ void take_registers() {
-#if SGL_KERNEL_CAN_MOVE_REGISTERS
+#ifdef SGL_KERNEL_CAN_MOVE_REGISTERS
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 #endif
 }

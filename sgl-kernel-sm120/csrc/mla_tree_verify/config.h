@@ -11,16 +11,14 @@ namespace sgl_kernel_sm120::mla_tree_verify_op {
 constexpr int kDqk = 576;
 constexpr int kRopeBegin = kDv;  // columns 512..575 are the rotary part of the key
 constexpr int kWarp = 32;
-constexpr int kPairs = 2;                      // pairs of score warps: they take tiles in turn
-constexpr int kHalves = 2;                     // warps of a pair: each has half of the 576 columns
-constexpr int kScoreWarps = kPairs * kHalves;  // warps 0..3
-constexpr int kValueWarps = 4;                 // warps 4..7
-constexpr int kLoadWarps = 4;                  // warps 8..11
-constexpr int kLoadThreads = kWarp * kLoadWarps;
-constexpr int kMathThreads = kWarp * (kScoreWarps + kValueWarps);
-constexpr int kThreads = kMathThreads + kLoadThreads;  // 384: 168 registers each, then redistributed
-constexpr int kScoreRegisters = 240, kValueRegisters = 208, kLoadRegisters = 56;
-static_assert(kScoreRegisters + kValueRegisters + kLoadRegisters == 3 * 168);
+constexpr int kWarpgroup = 128;  // what registers move between
+constexpr int kPairs = 2;        // pairs of score warps: they take tiles in turn
+constexpr int kHalves = 2;       // warps of a pair: each has half of the 576 columns
+constexpr int kSoftmaxWarps = 4;
+constexpr int kLoadWarps = 4;
+enum Role : int { kScore, kSoftmax, kValue, kLoad, kRoles };  // of a warpgroup
+constexpr int kMathThreads = kLoad * kWarpgroup;
+constexpr int kThreads = kRoles * kWarpgroup;  // 512 threads of 128 registers each, then redistributed
 constexpr int kDvPerWarp = kDv / kValueWarps;   // 128
 constexpr int kChunkBytes = 16;                 // what one cp.async moves and one row of an ldmatrix matrix holds
 constexpr int kGroupBytes = 128;                // 8 chunks: all banks once. Chunk c of row r lies at place c ^ (r % 8) of its group
@@ -28,11 +26,7 @@ constexpr int kMaxBatch = 256;
 constexpr int kMaxDraft = 128;
 constexpr int kMaskWords = kMaxDraft / 32;
 constexpr int kQRowBytes = 2 * kDqk;            // 1152
-#ifndef PREF
-#define PREF 1
-#endif
-constexpr int kBatch = 4;                       // tiles whose slots a load warp reads at once, one batch before their use
-constexpr bool kPrefetch = PREF;                // and whose rows it prefetches into the L2
+constexpr int kBatch = 4;                       // tiles whose slots a load warp reads at once
 
 // The cache row and how a tile of it lies in shared memory. A row has its value (a multiple of 128 B), then a group of 128 B
 // that first holds the rotary part and, once the scores of the tile are known, one row of P: kRows probabilities.
@@ -57,7 +51,6 @@ struct Segment {
   int num_tokens;             // of the request, draft tokens included
   int prefix;                 // tokens that every row sees
   int list_begin, list_length;
-  int num_parts;              // segments that share the request
   int slot;                   // of the workspace
 };
 
@@ -66,7 +59,10 @@ struct Config {
   using Kv = Kv_;
   static constexpr int kRowBlocks = kRowBlocks_;              // MMA N tiles of 8 rows
   static constexpr int kRows = 8 * kRowBlocks;                // query rows (position x head) of a block
-  static constexpr int kOwnFirst = (kRowBlocks + 1) / 2;      // row blocks whose softmax half 0 does; half 1 does the others
+  static constexpr bool kNeedsToMoveRegisters = kRowBlocks > kMaxRowBlocksFixed;
+  // Of the roles. At 40 rows Q takes 180 of a score warp's and O 160 of a value warp's.
+  static constexpr int kRegisters[kRoles] = {kRowBlocks == 5 ? 216 : 208, kRowBlocks == 5 ? 56 : 64, 192, 48};
+  static_assert(kRegisters[kScore] + kRegisters[kSoftmax] + kRegisters[kValue] + kRegisters[kLoad] <= kRoles * 128);
   static constexpr int kStages = Kv::kStages;
   static constexpr int kValueBytes = kDv * Kv::kElementBytes;         // 1024 or 512
   static constexpr int kPitch = kValueBytes + kGroupBytes;            // 1152 or 640
@@ -78,17 +74,21 @@ struct Config {
 
   struct SharedMemoryPlan {
     alignas(128) unsigned char kv[kStages][kStageBytes];  // also Q on its way into registers
-    float4 exchange[kPairs][kRowBlocks][kWarp];           // half of the scores of a row block, for the warp that owns it
+    float4 scores[kHalves][kRowBlocks][kWarp];            // of a tile, each half of the columns on its own, as MMA accumulators
     uint32_t tree_mask[kRows][kMaskWords];                // bit j: the row sees draft key j
     float row_max[kRows];                                 // what P is relative to, log2; lags behind the true maximum
     float row_sum[kRows];
     float rescale[kStages][kRows];                        // for O before it takes the tile; valid where rescaled says so
-    int2 rescaled[kStages];                               // by half 0, by half 1
-    Segment segment[2];                                   // this one and the last or next one
-    alignas(8) uint64_t bar_kv_full[kStages];                        // rows of a tile have landed
+    int rescaled[kStages];
+    Segment segment;
+    int num_parts;                                        // segments that share its request
+    alignas(8) uint64_t bar_kv_full[kStages];             // rows of a tile have landed
+    uint64_t bar_kv_empty[kStages];                       // all value warps have used them
+    // One a waiting warp or pair: who waits for every n-th phase of a barrier would mistake another phase for its own.
+    uint64_t bar_scores_full[kSoftmaxWarps];              // tile % 4: both halves are written
+    uint64_t bar_scores_empty[kPairs];                    // tile % 2: both halves are read
+    uint64_t bar_row_max[kSoftmaxWarps];                  // tile % 4: row_max is settled
     uint64_t bar_p_full[kStages];                         // P of a tile is written
-    uint64_t bar_kv_empty[kStages];                       // all value warps have used it
-    uint64_t bar_order[kHalves][kPairs];                  // a pair has settled row_max for its tile
     float q_scale[Kv::kFp8 ? kRows : 1];                  // the power of two that brings a row of Q into the range of fp16
   };
   static constexpr int kSmemBytes = sizeof(SharedMemoryPlan);
@@ -99,12 +99,10 @@ struct Config {
 
 // Named barriers; 0 is __syncthreads.
 enum Barrier : int {
-  kBarPairScores = 1,    // + pair: both halves have written their shares of the exchange
-  kBarExchangeFree = 3,  // + 2 pair + half: that half's incoming scores have been read
-  kBarValueWarps = 7,
-  kBarLoadWarps = 8,
-  kBarMathWarps = 9,
-  kBarQRead = 10,        // score warps have Q in registers, load warps may overwrite its copy
+  kBarValueWarps = 1,
+  kBarLoadWarps,
+  kBarMathWarps,
+  kBarQRead,  // score warps have Q in registers, load warps may overwrite its copy
 };
 
 }  // namespace sgl_kernel_sm120::mla_tree_verify_op

@@ -22,12 +22,14 @@
 
 namespace sgl_kernel_sm120::mla_tree_verify_op {
 
-// Score and value warps, until Q is in shared memory. False: there is no further segment.
-template <class C>
+// All but the load warps, until Q is in shared memory. False: there is no further segment.
+template <class C, int kRole>
 __device__ __forceinline__ bool begin_segment(const MlaTreeVerifyParams& params, const Segment& segment, typename C::SharedMemoryPlan& smem) {
+  __syncthreads();  // done with the last segment
   __syncthreads();  // load warps have written `segment`
   if (segment.num_tiles == 0) return false;
-  if ((segment.first_tile + segment.num_tiles) * kTileTokens > segment.prefix)
+  load_q<C>(params, smem, segment.request, blockIdx.x * C::kRows);
+  if (kRole == kSoftmax && (segment.first_tile + segment.num_tiles) * kTileTokens > segment.prefix)
     build_tree_mask<C>(params, segment, smem, blockIdx.x * C::kRows);
   __syncthreads();  // Q has landed, barriers are set
   if constexpr (C::Kv::kFp8) {
@@ -40,32 +42,36 @@ __device__ __forceinline__ bool begin_segment(const MlaTreeVerifyParams& params,
 // Grid (row tiles, columns).
 template <class C>
 __global__ void __launch_bounds__(kThreads, 1) mla_tree_verify_kernel(const __grid_constant__ MlaTreeVerifyParams params) {
+  if constexpr (C::kNeedsToMoveRegisters && !arch::kCanMoveRegisters) return;  // the host does not launch it there
   extern __shared__ __align__(128) unsigned char raw_smem[];
   auto& smem = *reinterpret_cast<typename C::SharedMemoryPlan*>(raw_smem);
-  const int warp = __shfl_sync(~0u, threadIdx.x / kWarp, 0);  // uniform for the compiler too
+  const int role = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0), warp = __shfl_sync(~0u, threadIdx.x % kWarpgroup / kWarp, 0);
   arch::wait_for_previous_kernel();
 
-  if (warp >= kScoreWarps + kValueWarps) {
-    arch::give_up_registers<kLoadRegisters>();
-    const int thread = threadIdx.x - kMathThreads;
-    if (blockIdx.x == 0 && blockIdx.y == 0 && thread == 0) report_plan_status(params);
-    Segments segments(params, thread);
-    for (int i = 0;; ++i) {
+  if (role == kLoad) {
+    arch::give_up_registers<C::kRegisters[kLoad]>();
+    const int thread = arch::thread_index() - kMathThreads;
+    Segments segments(params);
+    for (bool first = true;; first = false) {
       const Segment segment = segments.next();
-      if (thread == 0) smem.segment[i % 2] = segment;
-      __syncthreads();  // the others are done with the last segment and will see this one
+      __syncthreads();  // the others are done with the last segment
+      if (thread == 0) smem.segment = segment;
+      __syncthreads();
       if (segment.num_tiles == 0) break;
-      run_load_warp<C>(params, segment, smem, i == 0);
+      run_load_warp<C>(params, segment, smem, first);
     }
-  } else if (warp >= kScoreWarps) {
-    arch::take_registers<kValueRegisters>();
-    for (int i = 0; begin_segment<C>(params, smem.segment[i % 2], smem); ++i)
-      run_value_warp<C>(params, smem.segment[i % 2], smem, warp - kScoreWarps);
+    if (blockIdx.x == 0 && blockIdx.y == 0 && thread == 0) report_plan_status(params);
+  } else if (role == kSoftmax) {
+    arch::give_up_registers<C::kRegisters[kSoftmax]>();
+    while (begin_segment<C, kSoftmax>(params, smem.segment, smem)) run_softmax_warp<C>(params, smem.segment, smem, warp);
+  } else if (role == kValue) {
+    arch::take_registers<C::kRegisters[kValue]>();
+    while (begin_segment<C, kValue>(params, smem.segment, smem)) run_value_warp<C>(params, smem.segment, smem, warp);
   } else {
-    arch::take_registers<kScoreRegisters>();
-    for (int i = 0; begin_segment<C>(params, smem.segment[i % 2], smem); ++i) {
-      if (warp % kHalves == 0) run_score_warp<C, 0>(params, smem.segment[i % 2], smem, warp / kHalves);
-      else run_score_warp<C, 1>(params, smem.segment[i % 2], smem, warp / kHalves);
+    arch::take_registers<C::kRegisters[kScore]>();
+    while (begin_segment<C, kScore>(params, smem.segment, smem)) {
+      if (warp % kHalves == 0) run_score_warp<C, 0>(params, smem.segment, smem, warp / kHalves);
+      else run_score_warp<C, 1>(params, smem.segment, smem, warp / kHalves);
     }
   }
 }

@@ -4,6 +4,7 @@
 #include "arch/barrier.cuh"
 #include "arch/cp_async.cuh"
 #include "arch/ldmatrix.cuh"
+#include "arch/registers.cuh"
 #include "mla_tree_verify/segment.cuh"
 
 namespace sgl_kernel_sm120::mla_tree_verify_op {
@@ -22,23 +23,27 @@ __device__ __forceinline__ void reset(typename C::SharedMemoryPlan& smem, bool f
     arch::mbarrier_init(address, arrivals);
   };
   if (thread < C::kStages) {
-    init(smem.bar_kv_full[thread], kLoadThreads);
-    init(smem.bar_p_full[thread], C::kOwnFirst < C::kRowBlocks ? kHalves : 1);
+    init(smem.bar_kv_full[thread], kWarpgroup);
     init(smem.bar_kv_empty[thread], kValueWarps);
-    smem.rescaled[thread] = make_int2(0, 0);
+    init(smem.bar_p_full[thread], 1);
   }
-  if (thread < kHalves * kPairs) init(smem.bar_order[thread / kPairs][thread % kPairs], 1);
+  if (thread < kSoftmaxWarps) {
+    init(smem.bar_scores_full[thread], kHalves);
+    init(smem.bar_row_max[thread], 1);
+  }
+  if (thread < kPairs) init(smem.bar_scores_empty[thread], 1);
   if (thread < C::kRows) smem.row_max[thread] = -INFINITY;
-  arch::named_barrier_sync(kBarLoadWarps, kLoadThreads);
+  arch::named_barrier_sync(kBarLoadWarps, kWarpgroup);
 }
 
-// The rows of Q of this block, from the first stage that no early tile uses. Missing rows become zeros.
+// All but the load warps: the rows of Q of this block, into the stages that no early tile uses. Missing rows become zeros.
 template <class C>
-__device__ __forceinline__ void load_q(const MlaTreeVerifyParams& params, typename C::SharedMemoryPlan& smem, int request, int first_row, int warp) {
+__device__ __forceinline__ void load_q(const MlaTreeVerifyParams& params, typename C::SharedMemoryPlan& smem, int request, int first_row) {
   constexpr int kRowChunks = kQRowBytes / kChunkBytes;
-  const int lane = threadIdx.x % kWarp, num_rows = params.s_q * params.h_q;
+  const int thread = arch::thread_index(), lane = thread % kWarp, num_rows = params.s_q * params.h_q;
   const uint32_t s_q = arch::smem_address(smem.kv[C::kEarlyTiles]);
-  for (int r = warp; r < C::kRows; r += kLoadWarps) {
+#pragma unroll 1
+  for (int r = thread / kWarp; r < C::kRows; r += kMathThreads / kWarp) {
     const int row = min(first_row + r, num_rows - 1);
     const int64_t at = request * params.q_stride_b + row / params.h_q * params.q_stride_s + row % params.h_q * params.q_stride_h;
     const char* q = static_cast<const char*>(params.q) + 2 * at;
@@ -46,7 +51,7 @@ __device__ __forceinline__ void load_q(const MlaTreeVerifyParams& params, typena
     for (int chunk = lane; chunk < kRowChunks; chunk += kWarp)
       arch::cp_async_16(s_q + r * kQRowBytes + swizzle(chunk, r % 8), q + chunk * kChunkBytes, first_row + r < num_rows ? 16 : 0);
   }
-  arch::cp_async_commit();
+  arch::cp_async_wait_all();
 }
 
 // A load warp copies 4 tokens of a tile. Eight lanes share a token: 128 B an instruction.
@@ -54,16 +59,17 @@ template <class C>
 class TileLoader {
  public:
   __device__ TileLoader(const MlaTreeVerifyParams& params, const Segment& segment, typename C::SharedMemoryPlan& smem, int warp)
-      : params_(params), lane_in_8_(threadIdx.x % 8), first_position_(segment.first_tile * kTileTokens + 4 * warp + threadIdx.x % kWarp / 8),
-        num_tokens_(segment.num_tokens), list_length_(segment.list_length) {
-    const int index_bytes = params.indices_are_64 ? 8 : 4, token = 4 * warp + threadIdx.x % kWarp / 8;
-    list_ = static_cast<const char*>(params.kv_indices) + int64_t{segment.list_begin} * index_bytes;
-    draft_ = static_cast<const char*>(params.draft_slots) + (int64_t{segment.request} * params.s_q - segment.list_length) * index_bytes;
-    s_row_ = arch::smem_address(smem.kv[0]) + token * C::kPitch + swizzle(lane_in_8_, token % 8);
+      : params_(params), num_tokens_(segment.num_tokens), list_length_(segment.list_length), list_begin_(segment.list_begin),
+        draft_begin_(segment.request * params.s_q - segment.list_length) {
+    const int lane = arch::thread_index() % kWarp, token = 4 * warp + lane / 8;
+    chunk_ = lane % 8;
+    first_position_ = segment.first_tile * kTileTokens + token;
+    s_row_ = arch::smem_address(smem.kv[0]) + token * C::kPitch + swizzle(chunk_, token % 8);
     s_full_ = arch::smem_address(smem.bar_kv_full);
   }
 
-  // The slots of this lane's token in kBatch tiles of the segment. Nothing waits for them before row() does.
+  // The slots of this lane's token in kBatch tiles of the segment. A wait for one load waits for all younger ones too (they
+  // share a scoreboard), so a batch is read as a whole, one batch before its use.
   struct Slots {
     int low[kBatch], high[kBatch];
   };
@@ -72,47 +78,27 @@ class TileLoader {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int position = first_position_ + (tile + i) * kTileTokens;
-      if (position < num_tokens_) {
-        const char* base = position < list_length_ ? list_ : draft_;
-        if (params_.indices_are_64) {
-          const int2 v = __ldg(reinterpret_cast<const int2*>(base) + position);
-          slots.low[i] = v.x, slots.high[i] = v.y;
-        } else {
-          slots.low[i] = __ldg(reinterpret_cast<const int*>(base) + position);
-        }
+      if (position >= num_tokens_) break;
+      const void* base = position < list_length_ ? params_.kv_indices : params_.draft_slots;
+      const int at = position + (position < list_length_ ? list_begin_ : draft_begin_);
+      if (params_.indices_are_64) {
+        const int2 v = __ldg(static_cast<const int2*>(base) + at);
+        slots.low[i] = v.x, slots.high[i] = v.y;
+      } else {
+        slots.low[i] = __ldg(static_cast<const int*>(base) + at);
       }
     }
   }
 
-  // Where the row of a slot is; the nearest row if there is no such slot.
-  __device__ const char* row(const Slots& slots, int i) {
-    const int high = params_.indices_are_64 ? slots.high[i] : slots.low[i] >> 31;
-    const int last = static_cast<int>(params_.num_slots - 1);
-    const int slot = high < 0 ? 0 : high > 0 || slots.low[i] < 0 ? last : min(slots.low[i], last);
-    clamped_ |= slot != slots.low[i] || high != 0;
-    return static_cast<const char*>(params_.kv_cache) + int64_t{slot} * (params_.kv_stride * C::Kv::kElementBytes) + lane_in_8_ * kChunkBytes;
-  }
-
-  // Tile `tile` of the segment is entry i of `slots`. Tokens past the end become zeros.
-  __device__ void copy_tile(const Slots& slots, int i, int tile, int stage) {
+  // Tokens past the end become zeros.
+  __device__ void copy_tile(int low, int high, int tile, int stage) {
     const bool exists = first_position_ + tile * kTileTokens < num_tokens_;
-    const char* src = exists ? row(slots, i) : static_cast<const char*>(params_.kv_cache);
+    const char* src = static_cast<const char*>(params_.kv_cache) + (exists ? row_offset(low, high) : 0) + chunk_ * kChunkBytes;
     const uint32_t dst = s_row_ + stage * C::kStageBytes, bytes = exists ? 16 : 0;
 #pragma unroll
     for (int at = 0; at < C::kValueBytes; at += kGroupBytes) arch::cp_async_16(dst + at, src + at, bytes);
-    if (C::kRopeChunks == 8 || lane_in_8_ < C::kRopeChunks) arch::cp_async_16(dst + C::kValueBytes, src + C::kValueBytes, bytes);
+    if (C::kRopeChunks == 8 || chunk_ < C::kRopeChunks) arch::cp_async_16(dst + C::kValueBytes, src + C::kValueBytes, bytes);
     arch::cp_async_arrive(s_full_ + stage * sizeof(uint64_t));
-  }
-
-  // The rows of a batch into the L2, a line a lane.
-  __device__ void prefetch(const Slots& slots, int tile) {
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      if (first_position_ + (tile + i) * kTileTokens >= num_tokens_) break;
-      const char* src = row(slots, i) + lane_in_8_ * (kGroupBytes - kChunkBytes);
-      if (lane_in_8_ * kGroupBytes < C::kValueBytes) arch::prefetch_l2(src);
-      if (lane_in_8_ == 0) arch::prefetch_l2(src + C::kValueBytes);
-    }
   }
 
   __device__ void report() const {
@@ -120,51 +106,55 @@ class TileLoader {
   }
 
  private:
+  // Of the slot, or of the nearest one that exists.
+  __device__ uint64_t row_offset(int low, int high) {
+    if (!params_.indices_are_64) high = low >> 31;
+    const int last = static_cast<int>(params_.num_slots - 1);
+    const int nearest = high < 0 ? 0 : high > 0 || low < 0 ? last : min(low, last);
+    clamped_ |= nearest != low || high != 0;
+    return static_cast<uint64_t>(static_cast<uint32_t>(nearest)) * static_cast<uint32_t>(params_.kv_stride * C::Kv::kElementBytes);
+  }
+
   const MlaTreeVerifyParams& params_;
-  const int lane_in_8_;
-  const int first_position_;  // in the request, of this lane's token in tile 0 of the segment
-  const int num_tokens_, list_length_;
-  const char* list_;   // indexed by the position
-  const char* draft_;  // likewise
+  const int num_tokens_, list_length_, list_begin_, draft_begin_;
+  int first_position_;  // in the request, of this lane's token in tile 0 of the segment
+  int chunk_;           // of a group of 8
   uint32_t s_row_, s_full_;
   bool clamped_ = false;
 };
 
-// Q is in shared memory: let the score warps take it into registers, then its stages are free.
-__device__ __forceinline__ void hand_over_q() {
-  arch::cp_async_commit();
-  arch::cp_async_wait<1>();  // not for the tiles copied since
+// Until the score warps have Q in registers, its stages are taken.
+__device__ __forceinline__ void wait_for_q_stages() {
   __syncthreads();
-  arch::named_barrier_sync(kBarQRead, kWarp * (kScoreWarps + kLoadWarps));
+  arch::named_barrier_sync(kBarQRead, 2 * kWarpgroup);
 }
 
 template <class C>
 __device__ __forceinline__ void run_load_warp(const MlaTreeVerifyParams& params, const Segment& segment,
                                               typename C::SharedMemoryPlan& smem, bool first_segment) {
-  const int thread = threadIdx.x - kMathThreads, warp = thread / kWarp, num_tiles = segment.num_tiles;
+  const int thread = arch::thread_index() - kMathThreads, warp = thread / kWarp, num_tiles = segment.num_tiles;
   TileLoader<C> loader(params, segment, smem, warp);
   typename TileLoader<C>::Slots slots, next;
   loader.read_slots(slots, 0);
   reset<C>(smem, first_segment, thread);
-  load_q<C>(params, smem, segment.request, blockIdx.x * C::kRows, warp);
+  if (thread == 0) smem.num_parts = count_parts(params, segment.request);
 
   int stage = 0;
   uint32_t parity = 1;  // a fresh barrier lets the first round pass
   for (int batch = 0; batch < num_tiles; batch += kBatch) {
-    if (batch + kBatch < num_tiles) loader.read_slots(next, batch + kBatch);
+    loader.read_slots(next, batch + kBatch);
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int tile = batch + i;
       if (tile >= num_tiles) break;
-      if (tile == C::kEarlyTiles) hand_over_q();
+      if (tile == C::kEarlyTiles) wait_for_q_stages();
       arch::mbarrier_wait(arch::smem_address(&smem.bar_kv_empty[stage]), parity);
-      loader.copy_tile(slots, i, tile, stage);
+      loader.copy_tile(slots.low[i], slots.high[i], tile, stage);
       if (++stage == C::kStages) stage = 0, parity ^= 1;
-      if (kPrefetch && i == 1 && batch + kBatch < num_tiles) loader.prefetch(next, batch + kBatch);
     }
     slots = next;
   }
-  if (num_tiles <= C::kEarlyTiles) hand_over_q();
+  if (num_tiles <= C::kEarlyTiles) wait_for_q_stages();
   loader.report();
 }
 

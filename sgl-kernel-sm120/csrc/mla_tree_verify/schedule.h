@@ -18,24 +18,27 @@ namespace sgl_kernel_sm120::mla_tree_verify_op {
 
 constexpr int kTileTokens = 16;
 constexpr int kDv = 512;
-constexpr int kMinTilesPerColumn = 4;  // below it a column's fixed cost outweighs the tokens it takes over
-constexpr int kMaxRowBlocks = 5;       // row tiles are 8, 16, 24, 32 or 40 rows; a 48th row needs more registers than there are
+constexpr int kValueWarps = 4;
+#ifndef MINT
+#define MINT 4
+#endif
+constexpr int kMinTilesPerColumn = MINT;  // below it a column's fixed cost outweighs the tokens it takes over
+// Row tiles are 1 to this many blocks of 8 rows. What stops the next bigger one: the registers of a score warp (bf16: Q takes
+// 36 a block; fp8: and the conversion of K) and, where registers cannot move between warps, 128 of them a thread.
+constexpr int kMaxRowBlocksBf16 = 5, kMaxRowBlocksFp8 = 4, kMaxRowBlocksFixed = 2;
 
-// Row tile in blocks of 8 rows. A tile of n blocks costs about n + 3: loads and V do not depend on its rows (NOTES.md).
-MLA_HOST_DEVICE constexpr int row_blocks_per_tile(int rows) {
+// A tile of n blocks costs about n + 3: loads and V do not depend on its rows (NOTES.md).
+MLA_HOST_DEVICE constexpr int row_blocks_per_tile(int rows, int max_row_blocks) {
   const int blocks = (rows + 7) / 8;
-  int best = kMaxRowBlocks, best_cost = (blocks + best - 1) / best * (best + 3);
-  for (int n = kMaxRowBlocks - 1; n >= 1; --n) {
+  int best = max_row_blocks, best_cost = (blocks + best - 1) / best * (best + 3);
+  for (int n = max_row_blocks - 1; n >= 1; --n) {
     const int cost = (blocks + n - 1) / n * (n + 3);
     if (cost < best_cost) best = n, best_cost = cost;
   }
   return best;
 }
 
-MLA_HOST_DEVICE constexpr int num_row_tiles(int rows) {
-  const int tile = 8 * row_blocks_per_tile(rows);
-  return (rows + tile - 1) / tile;
-}
+MLA_HOST_DEVICE constexpr int num_row_tiles(int rows, int row_blocks) { return (rows + 8 * row_blocks - 1) / (8 * row_blocks); }
 
 // One block an SM.
 MLA_HOST_DEVICE constexpr int max_columns(int row_tiles, int num_sms) {
@@ -70,22 +73,27 @@ MLA_HOST_DEVICE constexpr int64_t partial_slots(int b, int row_tiles, int num_sm
   return int64_t{max_columns(row_tiles, num_sms)} + b - 1;
 }
 
-// Floats of one partial result: o[row tile][rows of a tile][512] in fragment order, and (max, sum) of each row.
-MLA_HOST_DEVICE constexpr int64_t partial_o_floats(int rows) {
-  return int64_t{num_row_tiles(rows)} * 8 * row_blocks_per_tile(rows) * kDv;
-}
-MLA_HOST_DEVICE constexpr int64_t partial_stats_floats(int rows) {
-  return int64_t{num_row_tiles(rows)} * 8 * row_blocks_per_tile(rows) * 2;
+// One partial result: normalised O of all row tiles in fp16, in the order of the MMA accumulators, then fp32 (row_max, sum) of
+// each row and, for each value warp of a row tile, the power of two by which its O is too small (1 unless fp16 is too narrow).
+MLA_HOST_DEVICE constexpr int64_t partial_bytes(int row_tiles, int row_blocks) {
+  return int64_t{row_tiles} * (8 * row_blocks * (kDv * 2 + 8) + 4 * kValueWarps);
 }
 
-MLA_HOST_DEVICE constexpr int64_t workspace_bytes(int b, int s_q, int h_q, int num_sms) {
-  const int rows = s_q * h_q;
-  return partial_slots(b, num_row_tiles(rows), num_sms) * 4 * (partial_o_floats(rows) + partial_stats_floats(rows));
+// Enough for every cache format and GPU.
+constexpr int64_t workspace_bytes(int b, int s_q, int h_q, int num_sms) {
+  int64_t most = 0;
+  for (int max_row_blocks : {kMaxRowBlocksBf16, kMaxRowBlocksFp8, kMaxRowBlocksFixed}) {
+    const int row_blocks = row_blocks_per_tile(s_q * h_q, max_row_blocks), row_tiles = num_row_tiles(s_q * h_q, row_blocks);
+    const int64_t bytes = partial_slots(b, row_tiles, num_sms) * partial_bytes(row_tiles, row_blocks);
+    most = bytes > most ? bytes : most;
+  }
+  return most;
 }
 
 MLA_HOST_DEVICE constexpr int64_t plan_ints(int b) { return int64_t{b + 1} * kPlanEntryInts; }
 
-static_assert(num_row_tiles(72) == 2 && row_blocks_per_tile(72) == 5, "9 rows of 8 heads: two tiles of 40");
-static_assert(row_blocks_per_tile(8) == 1 && row_blocks_per_tile(64) == 4 && num_row_tiles(576) == 15, "");
+static_assert(row_blocks_per_tile(72, kMaxRowBlocksBf16) == 5, "9 rows of 8 heads: two tiles of 40");
+static_assert(row_blocks_per_tile(72, kMaxRowBlocksFp8) == 3, "three of 24");
+static_assert(row_blocks_per_tile(8, 5) == 1 && row_blocks_per_tile(64, 5) == 4 && row_blocks_per_tile(576, 5) == 5);
 
 }  // namespace sgl_kernel_sm120::mla_tree_verify_op

@@ -2,6 +2,7 @@
 // The piece of work between two reloads of Q, and the mask of its draft keys.
 #pragma once
 #include "arch/barrier.cuh"
+#include "arch/registers.cuh"
 #include "mla_tree_verify/config.h"
 #include "params.h"
 
@@ -13,8 +14,7 @@ __device__ __forceinline__ PlanEntry load_plan_entry(const MlaTreeVerifyParams& 
 }
 
 // A plan made for other lengths must not lead out of kv_indices.
-__device__ __forceinline__ Segment make_segment(const MlaTreeVerifyParams& params, int request, int line, int line_end,
-                                                int num_tiles, int columns, int column) {
+__device__ __forceinline__ Segment make_segment(const MlaTreeVerifyParams& params, int request, int line, int line_end) {
   const PlanEntry entry = load_plan_entry(params, request);
   const int next = load_plan_entry(params, request + 1).first_tile;
   Segment s;
@@ -25,8 +25,7 @@ __device__ __forceinline__ Segment make_segment(const MlaTreeVerifyParams& param
   s.list_length = static_cast<int>(min(int64_t{max(entry.list_length, 0)}, params.num_indices - s.list_begin));
   s.num_tokens = params.draft_slots == nullptr ? min(entry.num_tokens, s.list_length) : entry.num_tokens;
   s.prefix = max(s.num_tokens - params.s_q, 0);
-  s.num_parts = column_of_tile(next - 1, num_tiles, columns) - column_of_tile(entry.first_tile, num_tiles, columns) + 1;
-  s.slot = column + request;
+  s.slot = blockIdx.y + request;
   return s;
 }
 
@@ -53,12 +52,12 @@ __device__ __forceinline__ bool mask_block_is_complete(const MlaTreeVerifyParams
   return begin >= 0 && begin + int64_t{params.s_q} * (segment.prefix + params.s_q) <= params.mask_bytes;
 }
 
-// Score and value warps: a bit a draft key and row. Rows past the end see none.
+// Softmax warps: a bit a draft key and row. Rows past the end see none.
 template <class C>
 __device__ __forceinline__ void build_tree_mask(const MlaTreeVerifyParams& params, const Segment& segment,
                                                 typename C::SharedMemoryPlan& smem, int first_row) {
-  const int lane = threadIdx.x % kWarp;
-  for (int r = threadIdx.x / kWarp; r < C::kRows; r += kMathThreads / kWarp) {
+  const int thread = arch::thread_index() % kWarpgroup, lane = thread % kWarp;
+  for (int r = thread / kWarp; r < C::kRows; r += kSoftmaxWarps) {
     const int position = (first_row + r) / params.h_q;
     for (int word = 0; word * 32 < params.s_q; ++word) {
       const int key = word * 32 + lane;
@@ -67,7 +66,7 @@ __device__ __forceinline__ void build_tree_mask(const MlaTreeVerifyParams& param
       if (lane == 0) smem.tree_mask[r][word] = bits;
     }
   }
-  if (threadIdx.x == 0 && params.status != nullptr && !mask_block_is_complete(params, segment)) atomicOr(params.status, kMaskClamped);
+  if (thread == 0 && params.status != nullptr && !mask_block_is_complete(params, segment)) atomicOr(params.status, kMaskClamped);
 }
 
 // What the plan kernel found.
@@ -79,36 +78,36 @@ __device__ __forceinline__ void report_plan_status(const MlaTreeVerifyParams& pa
 // The segments of a column, one after the other. Load warps step together and tell the others through shared memory.
 class Segments {
  public:
-  __device__ Segments(const MlaTreeVerifyParams& params, int thread) : params_(params), columns_(0), line_(0), line_end_(0) {
+  __device__ explicit Segments(const MlaTreeVerifyParams& params) : params_(params), line_(0), line_end_(0) {
     num_tiles_ = load_plan_entry(params, params.b).first_tile;
-#pragma unroll
-    for (int i = 0; i < kRequestsPerThread; ++i) {
-      const int request = thread + i * kLoadThreads;
-      request_end_[i] = request < params.b ? load_plan_entry(params, request + 1).first_tile : INT32_MAX;
-    }
-    columns_ = num_columns(num_tiles_, gridDim.y);
-    if (blockIdx.y < columns_) line_ = column_begin(blockIdx.y, num_tiles_, columns_), line_end_ = column_begin(blockIdx.y + 1, num_tiles_, columns_);
+    const int columns = num_columns(num_tiles_, gridDim.y);
+    if (blockIdx.y < columns) line_ = column_begin(blockIdx.y, num_tiles_, columns), line_end_ = column_begin(blockIdx.y + 1, num_tiles_, columns);
   }
 
-  // num_tiles is 0 at the end.
+  // num_tiles is 0 at the end. A thread looks at every 128th request: how many end before this segment?
   __device__ Segment next() {
-    Segment segment{};
-    if (line_ >= line_end_) return segment;
+    if (line_ >= line_end_) return {};
     int request = 0;
-#pragma unroll
-    for (int i = 0; i < kRequestsPerThread; ++i)
-      if (i * kLoadThreads < params_.b) request += arch::named_barrier_count(kBarLoadWarps, kLoadThreads, request_end_[i] <= line_);
-    segment = make_segment(params_, request, line_, line_end_, num_tiles_, columns_, blockIdx.y);
+    for (int first = 0; first < params_.b; first += kWarpgroup) {
+      const int mine = first + arch::thread_index() % kWarpgroup;
+      const bool over = mine < params_.b && load_plan_entry(params_, mine + 1).first_tile <= line_;
+      request += arch::named_barrier_count(kBarLoadWarps, kWarpgroup, over);
+    }
+    const Segment segment = make_segment(params_, request, line_, line_end_);
     line_ += segment.num_tiles;
     return segment;
   }
 
  private:
-  static constexpr int kRequestsPerThread = kMaxBatch / kLoadThreads;
-
   const MlaTreeVerifyParams& params_;
-  int request_end_[kRequestsPerThread];  // on the line
-  int num_tiles_, columns_, line_, line_end_;
+  int num_tiles_, line_, line_end_;
 };
+
+// How many segments share the request.
+__device__ __forceinline__ int count_parts(const MlaTreeVerifyParams& params, int request) {
+  const int begin = load_plan_entry(params, request).first_tile, end = load_plan_entry(params, request + 1).first_tile;
+  const int num_tiles = load_plan_entry(params, params.b).first_tile, columns = num_columns(num_tiles, gridDim.y);
+  return column_of_tile(end - 1, num_tiles, columns) - column_of_tile(begin, num_tiles, columns) + 1;
+}
 
 }  // namespace sgl_kernel_sm120::mla_tree_verify_op

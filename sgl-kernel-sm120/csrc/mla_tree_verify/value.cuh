@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Value warps: O^T[column, row] += V^T P^T for 128 value columns each.
 #pragma once
-#include "mla_tree_verify/score.cuh"
+#include "mla_tree_verify/softmax.cuh"
 
 namespace sgl_kernel_sm120::mla_tree_verify_op {
 
 constexpr int kColumnBlocks = kDvPerWarp / 16;  // MMA M tiles of a value warp
-constexpr int kSumsPerWarp = (kMaxRowBlocks + kValueWarps - 1) / kValueWarps;
+constexpr int kSumsPerWarp = (kMaxRowBlocksBf16 + kValueWarps - 1) / kValueWarps;
 
 // Of lane 4 g + t: (column g or g + 8) x (row 2 t or 2 t + 1) of each block. For fp8 "g" and "g + 8" are 2 g and 2 g + 1.
 template <class C>
@@ -19,8 +19,7 @@ __device__ __forceinline__ int o_column(int warp, int block, int lane, int upper
 
 // P of the tile as B fragments: two registers a row block.
 template <class C>
-__device__ __forceinline__ void load_p(uint32_t (&r_p)[C::kRowBlocks][2], uint32_t s_kv) {
-  const int lane = threadIdx.x % kWarp;
+__device__ __forceinline__ void load_p(uint32_t (&r_p)[C::kRowBlocks][2], uint32_t s_kv, int lane) {
   const uint32_t row = s_kv + lane % 16 * C::kPitch + C::kValueBytes;
 #pragma unroll
   for (int j = 0; j < C::kRowBlocks; j += 2) {
@@ -33,13 +32,11 @@ __device__ __forceinline__ void load_p(uint32_t (&r_p)[C::kRowBlocks][2], uint32
 
 template <class C>
 __device__ __forceinline__ void rescale_o(OFragments<C>& r_o, float (&r_sum)[kSumsPerWarp], const typename C::SharedMemoryPlan& smem,
-                                          int stage, int warp) {
-  const int2 rescaled = smem.rescaled[stage];
-  if (!(rescaled.x | rescaled.y)) return;
-  const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
+                                          int stage, int warp, int lane) {
+  if (!smem.rescaled[stage]) return;
+  const int g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int j = 0; j < C::kRowBlocks; ++j) {
-    if (!(j < C::kOwnFirst ? rescaled.x : rescaled.y)) continue;
     const float2 factor = *reinterpret_cast<const float2*>(&smem.rescale[stage][8 * j + 2 * t]);
     if (j % kValueWarps == warp) r_sum[j / kValueWarps] *= smem.rescale[stage][8 * j + g];
 #pragma unroll
@@ -47,48 +44,62 @@ __device__ __forceinline__ void rescale_o(OFragments<C>& r_o, float (&r_sum)[kSu
       r_o[m][j][0] *= factor.x, r_o[m][j][2] *= factor.x;
       r_o[m][j][1] *= factor.y, r_o[m][j][3] *= factor.y;
     }
+    __syncwarp();  // one block at a time: no registers to spare
   }
 }
 
-// Row sums of P as the MMA sees it. The value warps share the row blocks out.
+// Row sums of P as the MMA sees it. The value warps share the row blocks out: selects, since a branch costs more than the sums.
 template <class C>
 __device__ __forceinline__ void add_row_sums(float (&r_sum)[kSumsPerWarp], const uint32_t (&r_p)[C::kRowBlocks][2], int warp) {
 #pragma unroll
-  for (int j = 0; j < C::kRowBlocks; ++j) {
-    if (j % kValueWarps != warp) continue;
-    const float2 a = C::Kv::kFp8 ? arch::unpack_f16(r_p[j][0]) : arch::unpack_bf16(r_p[j][0]);
-    const float2 b = C::Kv::kFp8 ? arch::unpack_f16(r_p[j][1]) : arch::unpack_bf16(r_p[j][1]);
-    r_sum[j / kValueWarps] += (a.x + a.y) + (b.x + b.y);
+  for (int first = 0; first < C::kRowBlocks; first += kValueWarps) {
+    uint32_t p[2] = {0, 0};
+#pragma unroll
+    for (int j = first; j < first + kValueWarps && j < C::kRowBlocks; ++j) {
+      p[0] = j % kValueWarps == warp ? r_p[j][0] : p[0];
+      p[1] = j % kValueWarps == warp ? r_p[j][1] : p[1];
+    }
+    const float2 a = C::Kv::kFp8 ? arch::unpack_f16(p[0]) : arch::unpack_bf16(p[0]);
+    const float2 b = C::Kv::kFp8 ? arch::unpack_f16(p[1]) : arch::unpack_bf16(p[1]);
+    r_sum[first / kValueWarps] += (a.x + a.y) + (b.x + b.y);
   }
 }
 
+// Loads run two ahead of the MMA. `always` is not 0 and `zero` is: that the place of a load seems to depend on the load before
+// it keeps the compiler from doing first every other load and then the rest.
 template <class C>
-__device__ __forceinline__ void pv_gemm(OFragments<C>& r_o, const uint32_t (&r_p)[C::kRowBlocks][2], uint32_t s_kv, int warp) {
-  const int lane = threadIdx.x % kWarp;
+__device__ __forceinline__ void pv_gemm(OFragments<C>& r_o, const uint32_t (&r_p)[C::kRowBlocks][2], uint32_t s_kv, int warp, int lane, int always,
+                                        uint32_t zero) {
+  uint32_t r[2][4];
   if constexpr (C::Kv::kFp8) {
     // A 16-bit element of the transposed load is two columns of a token: split them into rows 2 g and 2 g + 1 of A.
-    const uint32_t row = s_kv + lane % 16 * C::kPitch + kDvPerWarp * warp;
+    const uint32_t row = s_kv + lane % 16 * C::kPitch + kDvPerWarp * warp + swizzle(lane / 16, lane % 8);
+    const auto place = [&](int m) { return row ^ (m * kChunkBytes); };  // chunks m and m + 1
+    arch::ldmatrix_x4_trans(r[0], place(0));
+    arch::ldmatrix_x4_trans(r[1], place(2));
 #pragma unroll
     for (int m = 0; m < kColumnBlocks; m += 2) {
-      uint32_t r[4];
-      arch::ldmatrix_x4_trans(r, row + swizzle(m + lane / 16, lane % 8));
+      uint32_t(&v)[4] = r[m / 2 % 2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32_t a[4];
-        arch::e4m3_to_f16(__byte_perm(r[2 * half], 0, 0x3120), a[0], a[1]);
-        arch::e4m3_to_f16(__byte_perm(r[2 * half + 1], 0, 0x3120), a[2], a[3]);
+        arch::e4m3_to_f16(__byte_perm(v[2 * half], 0, 0x3120), a[0], a[1]);
+        arch::e4m3_to_f16(__byte_perm(v[2 * half + 1], 0, 0x3120), a[2], a[3]);
 #pragma unroll
         for (int j = 0; j < C::kRowBlocks; ++j) arch::mma_f16(r_o[m + half][j], a, r_p[j][0], r_p[j][1]);
       }
+      if (m + 4 < kColumnBlocks) arch::ldmatrix_x4_trans_if(v, place(m + 4) | (r[(m / 2 + 1) % 2][0] & zero), always);
     }
   } else {
-    const uint32_t row = s_kv + (lane % 8 + lane / 16 * 8) * C::kPitch + 2 * kDvPerWarp * warp;
+    const uint32_t row = s_kv + (lane % 8 + lane / 16 * 8) * C::kPitch + 2 * kDvPerWarp * warp + swizzle(lane / 8 % 2, lane % 8);
+    const auto place = [&](int m) { return (row ^ (m % 4 * 2 * kChunkBytes)) + m / 4 * kGroupBytes; };  // chunks 2 m and 2 m + 1
+    arch::ldmatrix_x4_trans(r[0], place(0));
+    arch::ldmatrix_x4_trans(r[1], place(1));
 #pragma unroll
     for (int m = 0; m < kColumnBlocks; ++m) {
-      uint32_t r[4];
-      arch::ldmatrix_x4_trans(r, row + swizzle(2 * m + lane / 8 % 2, lane % 8));
 #pragma unroll
-      for (int j = 0; j < C::kRowBlocks; ++j) arch::mma_bf16(r_o[m][j], r, r_p[j][0], r_p[j][1]);
+      for (int j = 0; j < C::kRowBlocks; ++j) arch::mma_bf16(r_o[m][j], r[m % 2], r_p[j][0], r_p[j][1]);
+      if (m + 2 < kColumnBlocks) arch::ldmatrix_x4_trans_if(r[m % 2], place(m + 2) | (r[(m + 1) % 2][0] & zero), always);
     }
   }
 }
@@ -96,7 +107,7 @@ __device__ __forceinline__ void pv_gemm(OFragments<C>& r_o, const uint32_t (&r_p
 // Whole row sums into shared memory, for all value warps.
 template <class C>
 __device__ __forceinline__ void share_row_sums(const float (&r_sum)[kSumsPerWarp], typename C::SharedMemoryPlan& smem, int warp) {
-  const int lane = threadIdx.x % kWarp;
+  const int lane = arch::thread_index() % kWarp;
 #pragma unroll
   for (int i = 0; i < kSumsPerWarp; ++i) {
     const int j = i * kValueWarps + warp;
@@ -108,45 +119,89 @@ __device__ __forceinline__ void share_row_sums(const float (&r_sum)[kSumsPerWarp
   arch::named_barrier_sync(kBarValueWarps, kValueWarps * kWarp);
 }
 
-// The request has other segments: unnormalised O in fragment order, and (max, sum) of each row, for the merge kernel.
+// Where a partial result is. See schedule.h.
 template <class C>
-__device__ __forceinline__ void store_partial(const OFragments<C>& r_o, const MlaTreeVerifyParams& params, const Segment& segment,
-                                              const typename C::SharedMemoryPlan& smem, int row_tile, int warp) {
-  const int lane = threadIdx.x % kWarp;
-  const int rows = params.s_q * params.h_q, row_tiles = num_row_tiles(rows);
-  const int64_t tile = int64_t{segment.slot} * row_tiles + row_tile;
-  auto* o = static_cast<float4*>(params.workspace) + tile * (C::kRows * kDv / 4) + warp * (kColumnBlocks * C::kRowBlocks * kWarp) + lane;
-#pragma unroll
-  for (int m = 0; m < kColumnBlocks; ++m) {
-#pragma unroll
-    for (int j = 0; j < C::kRowBlocks; ++j)
-      o[(m * C::kRowBlocks + j) * kWarp] = make_float4(r_o[m][j][0], r_o[m][j][1], r_o[m][j][2], r_o[m][j][3]);
+struct Partial {
+  uint4* o;        // of a row tile: [value warp][pair of column blocks][row block][lane], 8 fp16
+  float2* stats;   // [row of the tile]: row_max, sum
+  float* o_scale;  // [value warp]
+
+  __device__ Partial(const MlaTreeVerifyParams& params, int slot, int row_tile) {
+    const int row_tiles = num_row_tiles(params.s_q * params.h_q, C::kRowBlocks);
+    const int64_t tile = int64_t{slot} * row_tiles + row_tile, tiles = partial_slots(params.b, row_tiles, params.num_sms) * row_tiles;
+    o = static_cast<uint4*>(params.workspace) + tile * kO;
+    stats = reinterpret_cast<float2*>(static_cast<uint4*>(params.workspace) + tiles * kO) + tile * C::kRows;
+    o_scale = reinterpret_cast<float*>(static_cast<uint4*>(params.workspace) + tiles * kO) + tiles * C::kRows * 2 + tile * kValueWarps;
   }
-  const int64_t slots = partial_slots(params.b, row_tiles, params.num_sms);
-  auto* stats = reinterpret_cast<float2*>(static_cast<float*>(params.workspace) + slots * partial_o_floats(rows)) + tile * C::kRows;
+
+  static constexpr int kO = C::kRows * kDv / 8;  // uint4 of a row tile
+  __device__ static int o_index(int warp, int column_pair, int row_block, int lane) {
+    return ((warp * (kColumnBlocks / 2) + column_pair) * C::kRowBlocks + row_block) * kWarp + lane;
+  }
+};
+
+// 1 / sum of the rows that this lane holds, 0 for an empty row.
+template <class C>
+__device__ __forceinline__ float2 inverse_row_sums(const typename C::SharedMemoryPlan& smem, int row_block, int lane) {
+  const float2 sum = *reinterpret_cast<const float2*>(&smem.row_sum[first_row_of_lane(row_block, lane)]);
+  return make_float2(sum.x == 0.f ? 0.f : __fdividef(1.f, sum.x), sum.y == 0.f ? 0.f : __fdividef(1.f, sum.y));
+}
+
+// The request has other segments: for the merge kernel.
+template <class C>
+__device__ __forceinline__ void store_partial(OFragments<C>& r_o, const MlaTreeVerifyParams& params, const Segment& segment,
+                                              const typename C::SharedMemoryPlan& smem, int row_tile, int warp) {
+  const int lane = arch::thread_index() % kWarp;
+  const Partial<C> partial(params, segment.slot, row_tile);
+  float largest = 0.f;
+#pragma unroll
+  for (int j = 0; j < C::kRowBlocks; ++j) {
+    const float2 factor = inverse_row_sums<C>(smem, j, lane);
+#pragma unroll
+    for (int m = 0; m < kColumnBlocks; ++m) {
+      r_o[m][j][0] *= factor.x, r_o[m][j][2] *= factor.x, r_o[m][j][1] *= factor.y, r_o[m][j][3] *= factor.y;
+      largest = fmaxf(fmaxf(largest, fmaxf(fabsf(r_o[m][j][0]), fabsf(r_o[m][j][1]))), fmaxf(fabsf(r_o[m][j][2]), fabsf(r_o[m][j][3])));
+    }
+  }
+  // Bits of a positive float order like integers. Below 2^15 no scale is needed.
+  const int exponent = static_cast<int>(__reduce_max_sync(~0u, __float_as_uint(largest)) >> 23) - 127, excess = max(exponent - 14, 0);
+  const float down = __int_as_float((127 - excess) << 23);
+#pragma unroll
+  for (int m = 0; m < kColumnBlocks; m += 2) {
+#pragma unroll
+    for (int j = 0; j < C::kRowBlocks; ++j) {
+      uint4 v;
+      v.x = arch::pack_f16(r_o[m][j][0] * down, r_o[m][j][1] * down), v.y = arch::pack_f16(r_o[m][j][2] * down, r_o[m][j][3] * down);
+      v.z = arch::pack_f16(r_o[m + 1][j][0] * down, r_o[m + 1][j][1] * down);
+      v.w = arch::pack_f16(r_o[m + 1][j][2] * down, r_o[m + 1][j][3] * down);
+      partial.o[Partial<C>::o_index(warp, m / 2, j, lane)] = v;
+    }
+  }
   const int r = warp * kWarp + lane;
-  if (r < C::kRows) stats[r] = make_float2(smem.row_max[r], smem.row_sum[r]);
+  if (r < C::kRows) partial.stats[r] = make_float2(smem.row_max[r], smem.row_sum[r]);
+  if (lane == 0) partial.o_scale[warp] = __int_as_float((127 + excess) << 23);
 }
 
 // The request has this segment alone: its result.
 template <class C>
 __device__ __forceinline__ void store_output(const OFragments<C>& r_o, const MlaTreeVerifyParams& params, const Segment& segment,
                                              const typename C::SharedMemoryPlan& smem, int first_row, int warp) {
-  const int lane = threadIdx.x % kWarp, t = lane % 4;
+  const int lane = arch::thread_index() % kWarp;
   const int num_rows = params.s_q * params.h_q;
   auto* out = static_cast<__nv_bfloat16*>(params.out) + int64_t{segment.request} * num_rows * kDv;
 #pragma unroll
   for (int j = 0; j < C::kRowBlocks; ++j) {
+    const float2 inverse = inverse_row_sums<C>(smem, j, lane);
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
-      const int r = 8 * j + 2 * t + odd, row = first_row + r;
-      const float sum = smem.row_sum[r], factor = sum > 0.f ? params.v_scale / sum : 0.f;
+      const int row = first_row + first_row_of_lane(j, lane) + odd;
+      const float factor = (odd ? inverse.y : inverse.x) * params.v_scale;
       if (row >= num_rows) continue;
 #pragma unroll
       for (int m = 0; m < kColumnBlocks; ++m) {
 #pragma unroll
         for (int upper = 0; upper < 2; ++upper)
-          out[int64_t{row} * kDv + o_column<C>(warp, m, lane, upper)] = __float2bfloat16(sum == 0.f ? 0.f : r_o[m][j][2 * upper + odd] * factor);
+          out[int64_t{row} * kDv + o_column<C>(warp, m, lane, upper)] = __float2bfloat16(r_o[m][j][2 * upper + odd] * factor);
       }
     }
   }
@@ -167,24 +222,24 @@ __device__ __forceinline__ void run_value_warp(const MlaTreeVerifyParams& params
   }
   float r_sum[kSumsPerWarp] = {};
 
-  const int num_tiles = segment.num_tiles;
   int stage = 0;
   uint32_t parity = 0;
-  for (int tile = 0; tile < num_tiles; ++tile) {
+  for (int tile = 0; tile < segment.num_tiles; ++tile) {
+    const int lane = arch::thread_index() % kWarp;  // here, or its products would be held across the loop
     const uint32_t s_kv = arch::smem_address(smem.kv[stage]);
     uint32_t r_p[C::kRowBlocks][2];
     arch::mbarrier_wait(arch::smem_address(&smem.bar_p_full[stage]), parity);
-    load_p<C>(r_p, s_kv);
-    rescale_o<C>(r_o, r_sum, smem, stage, warp);
-    pv_gemm<C>(r_o, r_p, s_kv, warp);
+    load_p<C>(r_p, s_kv, lane);
+    rescale_o<C>(r_o, r_sum, smem, stage, warp, lane);
+    pv_gemm<C>(r_o, r_p, s_kv, warp, lane, params.b, params.b >> 16);
     __syncwarp();
-    if (threadIdx.x % kWarp == 0) arch::mbarrier_arrive(arch::smem_address(&smem.bar_kv_empty[stage]));
+    if (lane == 0) arch::mbarrier_arrive(arch::smem_address(&smem.bar_kv_empty[stage]));
     add_row_sums<C>(r_sum, r_p, warp);
     if (++stage == C::kStages) stage = 0, parity ^= 1;
   }
   arch::launch_next_kernel();
   share_row_sums<C>(r_sum, smem, warp);
-  if (segment.num_parts == 1) store_output<C>(r_o, params, segment, smem, blockIdx.x * C::kRows, warp);
+  if (smem.num_parts == 1) store_output<C>(r_o, params, segment, smem, blockIdx.x * C::kRows, warp);
   else store_partial<C>(r_o, params, segment, smem, blockIdx.x, warp);
 }
 

@@ -10,15 +10,34 @@ namespace mla_tree_verify_op {
 template <class Kv, int kRowBlocks>
 cudaError_t launch(const MlaTreeVerifyParams& params, cudaStream_t stream);
 
-template <class Kv>
-cudaError_t launch_for_rows(const MlaTreeVerifyParams& params, cudaStream_t stream) {
-  static_assert(kMaxRowBlocks == 5);
-  switch (row_blocks_per_tile(params.s_q * params.h_q)) {
-    case 1: return launch<Kv, 1>(params, stream);
-    case 2: return launch<Kv, 2>(params, stream);
-    case 3: return launch<Kv, 3>(params, stream);
-    case 4: return launch<Kv, 4>(params, stream);
-    default: return launch<Kv, 5>(params, stream);
+cudaError_t max_row_blocks(int most, int& result) {
+  int device = 0, major = 0;
+  if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  if (cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device); error != cudaSuccess) return error;
+  result = major >= 9 ? most : kMaxRowBlocksFixed;
+  return cudaSuccess;
+}
+
+cudaError_t launch_bf16(const MlaTreeVerifyParams& params, cudaStream_t stream) {
+  int most;
+  if (cudaError_t error = max_row_blocks(kMaxRowBlocksBf16, most); error != cudaSuccess) return error;
+  switch (row_blocks_per_tile(params.s_q * params.h_q, most)) {
+    case 1: return launch<Bf16Kv, 1>(params, stream);
+    case 2: return launch<Bf16Kv, 2>(params, stream);
+    case 3: return launch<Bf16Kv, 3>(params, stream);
+    case 4: return launch<Bf16Kv, 4>(params, stream);
+    default: return launch<Bf16Kv, 5>(params, stream);
+  }
+}
+
+cudaError_t launch_fp8(const MlaTreeVerifyParams& params, cudaStream_t stream) {
+  int most;
+  if (cudaError_t error = max_row_blocks(kMaxRowBlocksFp8, most); error != cudaSuccess) return error;
+  switch (row_blocks_per_tile(params.s_q * params.h_q, most)) {
+    case 1: return launch<Fp8Kv, 1>(params, stream);
+    case 2: return launch<Fp8Kv, 2>(params, stream);
+    case 3: return launch<Fp8Kv, 3>(params, stream);
+    default: return launch<Fp8Kv, 4>(params, stream);
   }
 }
 
@@ -26,7 +45,7 @@ cudaError_t launch_for_rows(const MlaTreeVerifyParams& params, cudaStream_t stre
 
 cudaError_t mla_tree_verify(const MlaTreeVerifyParams& params, cudaStream_t stream) {
   using namespace mla_tree_verify_op;
-  return params.kv_is_fp8 ? launch_for_rows<Fp8Kv>(params, stream) : launch_for_rows<Bf16Kv>(params, stream);
+  return params.kv_is_fp8 ? launch_fp8(params, stream) : launch_bf16(params, stream);
 }
 
 cudaError_t mla_tree_verify_plan(const MlaTreeVerifyPlanParams& params, cudaStream_t stream) {
