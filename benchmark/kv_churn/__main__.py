@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+
 from sglang.srt.mem_cache.defrag.settings import parse_size
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
@@ -30,9 +31,7 @@ FORMAT = "kv_churn-1"
 def header(args: argparse.Namespace) -> dict:
     def git(*command: str) -> str:
         here = Path(__file__).parent
-        return subprocess.run(
-            ["git", *command], cwd=here, capture_output=True, text=True
-        ).stdout.strip()
+        return subprocess.run(["git", *command], cwd=here, capture_output=True, text=True).stdout.strip()
 
     options = " ".join(arg for arg in sys.argv[1:])
     return {
@@ -66,9 +65,7 @@ def trace_of(name: str, args: argparse.Namespace) -> Iterator[TraceRequest]:
             steps_per_second=args.steps_per_second,
             limit=args.requests,
         )
-    return synthetic(
-        MIXES[name], count=args.requests, max_running=args.max_running, seed=args.seed
-    )
+    return synthetic(MIXES[name], count=args.requests, max_running=args.max_running, seed=args.seed)
 
 
 def replay(mode: str, name: str, args: argparse.Namespace) -> Outcome:
@@ -150,9 +147,7 @@ def main() -> None:
                 flush=True,
             )
             result["results"].append(row)
-            result["series"].append(
-                {"mix": name, "mode": mode, **dataclasses.asdict(outcome.series)}
-            )
+            result["series"].append({"mix": name, "mode": mode, **dataclasses.asdict(outcome.series)})
     result["alloc_free_pair"] = measure_all()
     for row in result["alloc_free_pair"]:
         print(row)

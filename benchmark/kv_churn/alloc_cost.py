@@ -7,6 +7,7 @@ import statistics
 import time
 
 import torch
+
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.contiguous import ContiguousTokenAllocator
 
@@ -48,9 +49,7 @@ def measure_all(sizes=(10_000, 100_000, 1_000_000), bs: int = 48) -> list[dict]:
         for released in (0, size // 2):
             row = {"free_slots": size, "bs": bs, "released_before": released}
             for name, build in ALLOCATORS.items():
-                row[f"{name}_us"] = round(
-                    min(pair_us(build(size), bs=bs, released=released) for _ in range(3)), 1
-                )
+                row[f"{name}_us"] = round(min(pair_us(build(size), bs=bs, released=released) for _ in range(3)), 1)
             row["tier0_to_upstream"] = round(row["tier0_us"] / row["upstream_us"], 4)
             row["need_sort_to_upstream"] = round(row["need_sort_us"] / row["upstream_us"], 4)
             rows.append(row)

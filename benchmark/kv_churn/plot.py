@@ -24,18 +24,14 @@ def plot(result: dict, path: Path) -> None:
     from matplotlib import pyplot
 
     mixes = list(dict.fromkeys(entry["mix"] for entry in result["series"]))
-    figure, axes = pyplot.subplots(
-        len(PANELS), len(mixes), figsize=(4 * len(mixes), 8), squeeze=False, sharex="col"
-    )
+    figure, axes = pyplot.subplots(len(PANELS), len(mixes), figsize=(4 * len(mixes), 8), squeeze=False, sharex="col")
     for column, mix in enumerate(mixes):
         axes[0][column].set_title(mix)
         axes[-1][column].set_xlabel("decode step")
         for row, (field, label) in enumerate(PANELS):
             for entry in result["series"]:
                 if entry["mix"] == mix:
-                    axes[row][column].plot(
-                        entry["step"], entry[field], label=entry["mode"], linewidth=0.8
-                    )
+                    axes[row][column].plot(entry["step"], entry[field], label=entry["mode"], linewidth=0.8)
             if column == 0:
                 axes[row][column].set_ylabel(label)
     axes[0][0].legend()

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.allocation import alloc_req_slots, alloc_token_slots
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
@@ -295,9 +296,7 @@ class Replay:
             self._retract()
         slots = alloc_token_slots(self.tree, len(self.running))
         self.rows.req_to_token[self.row_index, self.lengths] = slots.to(torch.int32)
-        self.pool.slots[slots] = torch.tensor(
-            [work.prints_list[work.req.kv.kv_committed_len] for work in self.running]
-        )
+        self.pool.slots[slots] = torch.tensor([work.prints_list[work.req.kv.kv_committed_len] for work in self.running])
         self.lengths += 1
         for work in self.running:
             req = work.req
@@ -331,12 +330,8 @@ class Replay:
 
     def _set_running(self, running: list[_Work]) -> None:
         self.running = running
-        self.row_index = torch.tensor(
-            [work.req.kv.req_pool_idx for work in running], dtype=torch.int64
-        )
-        self.lengths = torch.tensor(
-            [work.req.kv.kv_committed_len for work in running], dtype=torch.int64
-        )
+        self.row_index = torch.tensor([work.req.kv.req_pool_idx for work in running], dtype=torch.int64)
+        self.lengths = torch.tensor([work.req.kv.kv_committed_len for work in running], dtype=torch.int64)
 
     # -- looking at it --
 

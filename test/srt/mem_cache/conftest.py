@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
+
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from array import array
 
 import torch
+
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.allocator.contiguous import (
     ContiguousPagedAllocator,
@@ -46,9 +47,7 @@ class MarkPool:
 
 
 def marks(tokens) -> torch.Tensor:
-    return torch.tensor(list(tokens), dtype=torch.int64).cumsum(0) * 4096 + torch.arange(
-        len(tokens)
-    )
+    return torch.tensor(list(tokens), dtype=torch.int64).cumsum(0) * 4096 + torch.arange(len(tokens))
 
 
 def build_allocator(size: int, page_size: int, pool=None, *, short_runs_first=False):
@@ -82,9 +81,7 @@ class SlotModel:
         self.page_size = page_size
         self.pool = MarkPool(size, page_size)
         self.draft = MarkPool(size, page_size)
-        self.allocator = build_allocator(
-            size, page_size, self.pool, short_runs_first=True
-        )
+        self.allocator = build_allocator(size, page_size, self.pool, short_runs_first=True)
         self.rows = ReqToTokenPool(rows, context, "cpu", False)
         self.tree = UnifiedRadixCache(
             CacheInitParams(
@@ -247,9 +244,7 @@ class SlotModel:
         """The free list in an order that some other history would have left."""
         runs = self.allocator.runs
         runs.end_stripes()
-        order = torch.randperm(
-            len(runs.head), generator=torch.Generator().manual_seed(seed)
-        )
+        order = torch.randperm(len(runs.head), generator=torch.Generator().manual_seed(seed))
         runs.head = runs.head[order]
         runs.arrangement += 1
 
@@ -302,10 +297,7 @@ class SlotModel:
         free = self.allocator.get_all_free_pages()
         assert len(free) * page == self.allocator.available_size()
         cached = self.tree.all_values_flatten()
-        private = [
-            self._row(req)[req.kv.cache_protected_len : req.kv.kv_allocated_len].long()
-            for req in self.running
-        ]
+        private = [self._row(req)[req.kv.cache_protected_len : req.kv.kv_allocated_len].long() for req in self.running]
         owned = torch.cat([cached, *private]) // page
         owned = owned if page == 1 else torch.unique(owned)
         census = torch.sort(torch.cat([free, owned])).values

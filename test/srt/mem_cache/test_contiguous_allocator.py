@@ -5,13 +5,14 @@ import time
 
 import pytest
 import torch
+from srt.mem_cache.slot_model import build_allocator
+
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.contiguous import (
     _MAX_PIECES,
     STRIPE_STEPS,
     ContiguousTokenAllocator,
 )
-from srt.mem_cache.slot_model import build_allocator
 
 
 class NoCache:
@@ -37,9 +38,7 @@ def prefill(allocator, count):
 
 
 def decode(allocator, rows):
-    assert allocator.check_decode_capacity(
-        num_tokens=len(rows), tree_cache=None, requests=[Row(i) for i in rows]
-    )
+    assert allocator.check_decode_capacity(num_tokens=len(rows), tree_cache=None, requests=[Row(i) for i in rows])
     return allocator.alloc(len(rows))
 
 
@@ -168,9 +167,7 @@ def test_pages_are_whole_ascending_and_counted(page_size):
     def extend(prefix, end, last):
         allocator.create_prefill_budget(NoCache())
         lens = [torch.tensor([n]) for n in (prefix, end)]
-        return allocator.alloc_extend(
-            lens[0], lens[0], lens[1], lens[1], torch.tensor([last]), end - prefix
-        )
+        return allocator.alloc_extend(lens[0], lens[0], lens[1], lens[1], torch.tensor([last]), end - prefix)
 
     rows = [extend(0, 5 * page_size - 1, -1) for _ in range(8)]
     for row in rows[::2]:

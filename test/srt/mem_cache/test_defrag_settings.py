@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+
 from sglang.srt.mem_cache.allocator import (
     PagedTokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
@@ -58,9 +59,7 @@ def test_off_leaves_upstreams_allocator():
 
 
 @pytest.mark.parametrize("tier", ["tier0", "tier1"])
-@pytest.mark.parametrize(
-    "page_size, kind", [(1, ContiguousTokenAllocator), (16, ContiguousPagedAllocator)]
-)
+@pytest.mark.parametrize("page_size, kind", [(1, ContiguousTokenAllocator), (16, ContiguousPagedAllocator)])
 def test_each_rank_says_which_tier_is_active(tier, page_size, kind, caplog):
     caplog.set_level(logging.INFO)
     given = upstream(page_size)
@@ -136,7 +135,5 @@ def test_pools_of_another_kind_are_refused(tier):
 def test_the_flags_parse():
     from sglang.srt.server_args import prepare_server_args
 
-    args = prepare_server_args(
-        ["--model-path", "none", "--kv-defrag", "tier1", "--kv-defrag-copy-budget", "1G"]
-    )
+    args = prepare_server_args(["--model-path", "none", "--kv-defrag", "tier1", "--kv-defrag-copy-budget", "1G"])
     assert (args.kv_defrag, args.kv_defrag_copy_budget) == ("tier1", "1G")

@@ -7,11 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
+from srt.mem_cache.slot_model import BYTES, SlotModel
+
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.defrag import defragmenter as module
 from sglang.srt.mem_cache.defrag.tree_values import path_values, values_alias_the_tree
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-from srt.mem_cache.slot_model import BYTES, SlotModel
 
 CORES = ["rust", "python"]
 
@@ -24,9 +25,7 @@ def fragmented(model: SlotModel, *, requests: int = 2, length: int = 16, prefix=
     # Even units first: no two units that are handed out are neighbours.
     order = torch.cat([torch.arange(2, count + 1, 2), torch.arange(1, count + 1, 2)])
     model.allocator.runs.head = order
-    reqs = [
-        model.start([*prefix, *[50 + i] * length], armed=False) for i in range(requests)
-    ]
+    reqs = [model.start([*prefix, *[50 + i] * length], armed=False) for i in range(requests)]
     model.check_all()
     return reqs
 
@@ -266,9 +265,7 @@ def test_the_self_test_rejects_a_tree_that_returns_copies(monkeypatch):
     tree = SlotModel(core="python").tree
     core = type(tree.tree_core)
     real = core.get_component_device_value
-    monkeypatch.setattr(
-        core, "get_component_device_value", lambda *args: real(*args).clone()
-    )
+    monkeypatch.setattr(core, "get_component_device_value", lambda *args: real(*args).clone())
     assert not values_alias_the_tree(tree)
 
 
@@ -343,15 +340,11 @@ def test_a_scheduler_gets_the_tier_it_asked_for(caplog):
 def test_draft_pools_move_with_the_target_or_are_refused():
     model = SlotModel()
     with flags(kv_defrag="tier1"):
-        built = module.build_defragmenter(
-            fake_scheduler(model, draft_worker=draft_worker(model.draft))
-        )
+        built = module.build_defragmenter(fake_scheduler(model, draft_worker=draft_worker(model.draft)))
         assert built.mover.pools == [model.pool, model.draft]
         small = SlotModel(size=8).pool
         with pytest.raises(ValueError, match="has 8 of 256.*tier0"):
-            module.build_defragmenter(
-                fake_scheduler(model, draft_worker=draft_worker(small))
-            )
+            module.build_defragmenter(fake_scheduler(model, draft_worker=draft_worker(small)))
 
 
 def test_a_pool_that_cannot_move_is_refused_at_start():

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from srt.mem_cache.slot_model import SlotModel
+
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 # Few tokens and few prefixes, so that requests share and split nodes of the tree.
 PREFIXES = [[], [5] * 12, [5] * 12 + [6] * 9, [7] * 20]

@@ -4,6 +4,7 @@
 from unittest.mock import MagicMock
 
 import torch
+
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.contiguous import ContiguousTokenAllocator
 from sglang.srt.runtime_context import get_memory

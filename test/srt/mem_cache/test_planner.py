@@ -4,6 +4,7 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sglang.srt.mem_cache.defrag.planner import (
     FreeRun,
     Row,
@@ -88,9 +89,7 @@ def test_a_second_plan_has_nothing_to_do(pool, block):
         gone |= set(taken) - set(units.tolist())
         units[move.lo : move.hi] = taken
     settled = plan.settled[0]
-    rest = row(
-        units[settled:], first=settled, before=int(units[settled - 1]) if settled else -1
-    )
+    rest = row(units[settled:], first=settled, before=int(units[settled - 1]) if settled else -1)
     left = [unit for unit in free if unit not in gone]
     again = make_plan([rest], free_runs(left), block=block, max_units=1000)
     assert not again.moves

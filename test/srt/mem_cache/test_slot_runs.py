@@ -4,6 +4,7 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sglang.srt.mem_cache.defrag.slot_runs import arrange, longest_runs
 
 slot_sets = st.sets(st.integers(1, 60), min_size=1, max_size=40)

@@ -184,9 +184,7 @@ class FreeRuns:
         self.aged = []
         self.num_released = sum(len(piece) for piece in self.fresh)
         units = torch.cat([self.head, *merged]) if merged else self.head
-        self.head = arrange(
-            units, need=need, short_runs_first=self.short_runs_first
-        )
+        self.head = arrange(units, need=need, short_runs_first=self.short_runs_first)
         self.arrangement += 1
         self._arranged_len = len(self.head)
 

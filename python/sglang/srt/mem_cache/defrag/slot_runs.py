@@ -48,9 +48,7 @@ def arrange(
         candidate = torch.where(length >= need, length, n + 1)
         best = candidate.min()
         chosen = torch.where(candidate == best, run, n).min()
-        key = torch.where(
-            best > n, longest_first, torch.where(run == chosen, 0, key)
-        )
+        key = torch.where(best > n, longest_first, torch.where(run == chosen, 0, key))
     arranged = ascending[torch.sort(key, stable=True).indices]
     if need:
         arranged[:need] = torch.sort(arranged[:need]).values
