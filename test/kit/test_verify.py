@@ -119,14 +119,9 @@ class TestOffline:
 class TestBackendsDump:
     """The file that validate mode writes is the file that the probe reads."""
 
-    @pytest.fixture
-    def report(self, monkeypatch):
-        report = pytest.importorskip("sglang.srt.layers.attention.kdtree_report")
-        monkeypatch.setattr(report, "get_parallel", lambda: SimpleNamespace(tp_rank=3))
-        return report
-
     @pytest.mark.parametrize(("ours", "verdict"), [("exact", "both-right"), ("chain", "kdtree-wrong")])
-    def test_round_trip(self, tmp_path, case, cli, report, ours, verdict):
+    def test_round_trip(self, tmp_path, case, cli, ours, verdict):
+        report = pytest.importorskip("sglang.srt.layers.attention.kdtree_report")
         latch = report.MismatchLatch(
             num_tokens=S_Q, num_heads=H_Q, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, device=torch.device("cpu")
         )
@@ -142,7 +137,9 @@ class TestBackendsDump:
         req_to_token = torch.zeros(4, 64, dtype=torch.int32)
         req_to_token[2, :PREFIX] = slots.int()
         layer = SimpleNamespace(scaling=0.05, logit_cap=0.0, k_scale=None, v_scale=None)
-        dumped = report.build_reproducer(latch, req_to_token=req_to_token, kv_cache=kv_cache, layer=layer, page_size=1)
+        dumped = report.build_reproducer(
+            latch, req_to_token=req_to_token, kv_cache=kv_cache, layer=layer, page_size=1, tp_rank=3
+        )
         assert "reproducer" in dumped.save(tmp_path)
         _, document = cli("probe", "verify", "--dump", tmp_path)
         (row,) = document["reproducers"]
