@@ -35,8 +35,8 @@ def patch_settings(monkeypatch, *, mode="on", algorithm="DDTREE", width=4, dump_
     values = SimpleNamespace(
         exec=SimpleNamespace(
             kernel=SimpleNamespace(
-                kdtree_verify=mode, kdtree_dump_dir=dump_dir, enable_lean_attention=None, triton_attention_num_kv_splits=8,
-                triton_attention_split_tile_size=None,
+                kdtree_verify=mode, kdtree_dump_dir=dump_dir, enable_lean_attention=None,
+                triton_attention_num_kv_splits=8, triton_attention_split_tile_size=None,
             ),
             dllm=SimpleNamespace(dllm_algorithm=None),
             deterministic=SimpleNamespace(enable_deterministic_inference=False),
@@ -76,7 +76,6 @@ def make_runner(
         table[1:] = slots[: requests * ROW_WIDTH].view(requests, ROW_WIDTH).int()
         pool.keys[:] = torch.randn(pool.keys.shape, generator=generator)
         pool.keys[0] = 0
-    pool.keys = pool.keys.to(dtype)
     config = SimpleNamespace(
         attention_arch=AttentionArch.MLA, context_len=context, head_dim=576, v_head_dim=512, swa_v_head_dim=512,
         hf_config=None, qk_nope_head_dim=128, qk_rope_head_dim=64, kv_lora_rank=512, is_encoder_decoder=False,
@@ -84,10 +83,10 @@ def make_runner(
     )  # fmt: skip
     pool_of_rows = SimpleNamespace(size=requests, req_to_token=table)
     return SimpleNamespace(
-        req_to_token_pool=pool_of_rows, token_to_kv_pool=pool, token_to_kv_pool_allocator=None, sliding_window_size=None,
-        page_size=1, kv_index_translator=Translator(table), decode_num_tokens_per_req=lambda: width, model_config=config,
-        is_draft_worker=False, spec_algorithm=None, device="cpu", gpu_id=0, model=torch.nn.Module(), dtype=torch.float32,
-        kv_cache_dtype=torch.float32, use_mla_backend=True,
+        req_to_token_pool=pool_of_rows, token_to_kv_pool=pool, token_to_kv_pool_allocator=None, page_size=1,
+        kv_index_translator=Translator(table), decode_num_tokens_per_req=lambda: width, model_config=config,
+        is_draft_worker=False, spec_algorithm=None, device="cpu", gpu_id=0, model=torch.nn.Module(),
+        dtype=torch.float32, kv_cache_dtype=torch.float32, use_mla_backend=True, sliding_window_size=None,
     )  # fmt: skip
 
 

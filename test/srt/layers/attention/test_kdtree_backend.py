@@ -277,13 +277,6 @@ def test_a_page_size_that_is_no_power_of_two_is_refused(settings, page_size):
         kdtree_backend.create_kdtree_backend(make_runner())
 
 
-def test_a_gpu_is_refused_until_its_form_exists(settings):
-    runner = make_runner()
-    runner.device = "cuda"
-    with pytest.raises(ValueError, match="the CUDA form of this backend is not available yet; use --device cpu"):
-        kdtree_backend.create_kdtree_backend(runner)
-
-
 def test_a_split_that_leaves_it_no_verification_is_refused(settings):
     settings.backends = ("triton", "kdtree_sm120")
     with pytest.raises(ValueError, match="would verify no draft: prefill runs on triton.*--speculative-attention-mode"):

@@ -36,8 +36,8 @@ def make_case(monkeypatch, tmp_path, kv_dtype=torch.bfloat16, dump=True, metrics
         ),
         validation=Validation(
             first_layer=4, num_layers=3, num_tokens=N, num_heads=H, dtype=torch.bfloat16, kv_dtype=kv_dtype,
-            device=torch.device("cpu"), page_size=1, req_to_token=table, tp_rank=1, metrics=metrics or KDTreeMetrics(None),
-            dump_dir=str(tmp_path / "dumps") if dump else None,
+            device=torch.device("cpu"), page_size=1, req_to_token=table, tp_rank=1,
+            metrics=metrics or KDTreeMetrics(None), dump_dir=str(tmp_path / "dumps") if dump else None,
         ),
     )  # fmt: skip
     verifier = TreeVerifier(req_to_token=table, page_size=1)

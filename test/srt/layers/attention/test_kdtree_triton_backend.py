@@ -117,7 +117,7 @@ def steps(draw):
 
 
 @given(steps())
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_replay_reads_its_own_lists_and_masks(graph_backend, case):
     batches, seed = case
     generator = torch.Generator().manual_seed(seed)

@@ -217,7 +217,7 @@ class KDTreeTritonBackend(TritonAttnBackend):
                 forward_batch.req_pool_indices,
             )
         self.launch_plan()
-        if self.validation is not None:
+        if self.step is not None and self.validation is not None:
             self.validation.tick()
 
     def can_serve_batch(self, batch_size: int, width: int) -> bool:
@@ -444,9 +444,10 @@ class KDTreeTritonBackend(TritonAttnBackend):
     def graph_step(self, forward_batch: ForwardBatch) -> Optional[VerifyStep]:
         """Views of the static buffers; a replay changes their contents."""
         bs, mode = forward_batch.batch_size, forward_batch.forward_mode
-        rows = self.graph.rows[:bs]
         if mode.is_decode() and self.can_serve_batch(bs, 1):
-            return self.decode_step(bs, self.cuda_graph_kv_indices, rows)
+            return self.decode_step(
+                bs, self.cuda_graph_kv_indices, self.graph.rows[:bs]
+            )
         if not mode.is_target_verify():
             return None
         width = self._target_verify_num_tokens_per_req(forward_batch.spec_info)
@@ -459,7 +460,7 @@ class KDTreeTritonBackend(TritonAttnBackend):
             indices=self.graph.indices,
             tree_mask=mask.view(bs, width, width),
             plan=self.plan,
-            rows=rows,
+            rows=self.graph.rows[:bs],
         )
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
