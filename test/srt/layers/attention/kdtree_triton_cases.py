@@ -65,9 +65,9 @@ def patch_settings(monkeypatch, *, mode="on", algorithm="DDTREE", width=4, dump_
 
 
 def make_runner(
-    *, width=4, heads=NUM_HEADS, context=ROW_WIDTH - 16, requests=MAX_REQUESTS, dtype=torch.float32, seed=0
+    *, width=4, heads=NUM_HEADS, context=ROW_WIDTH - 16, requests=MAX_REQUESTS, device="cpu", dtype=torch.float32
 ):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     table = torch.zeros(requests + 1, ROW_WIDTH if requests == MAX_REQUESTS else context + 2 * width, dtype=torch.int32)
     pool = Pool(NUM_SLOTS, 1, 576, 512, mla=True)
     if requests == MAX_REQUESTS:
@@ -76,6 +76,9 @@ def make_runner(
         table[1:] = slots[: requests * ROW_WIDTH].view(requests, ROW_WIDTH).int()
         pool.keys[:] = torch.randn(pool.keys.shape, generator=generator)
         pool.keys[0] = 0
+    table = table.to(device)
+    pool.keys = pool.keys.to(device, dtype)
+    pool.values = pool.keys[..., :512]
     config = SimpleNamespace(
         attention_arch=AttentionArch.MLA, context_len=context, head_dim=576, v_head_dim=512, swa_v_head_dim=512,
         hf_config=None, qk_nope_head_dim=128, qk_rope_head_dim=64, kv_lora_rank=512, is_encoder_decoder=False,
@@ -85,8 +88,8 @@ def make_runner(
     return SimpleNamespace(
         req_to_token_pool=pool_of_rows, token_to_kv_pool=pool, token_to_kv_pool_allocator=None, page_size=1,
         kv_index_translator=Translator(table), decode_num_tokens_per_req=lambda: width, model_config=config,
-        is_draft_worker=False, spec_algorithm=None, device="cpu", gpu_id=0, model=torch.nn.Module(),
-        dtype=torch.float32, kv_cache_dtype=torch.float32, use_mla_backend=True, sliding_window_size=None,
+        is_draft_worker=False, spec_algorithm=None, device=device, gpu_id=0, model=torch.nn.Module(),
+        dtype=dtype, kv_cache_dtype=dtype, use_mla_backend=True, sliding_window_size=None,
     )  # fmt: skip
 
 
@@ -113,17 +116,18 @@ def tree_input(width, mask, mode=TreeMaskMode.QLEN_ONLY):
     )
 
 
-def batch_of(rows, lens, spec_info, mode=ForwardMode.TARGET_VERIFY, bucket=None, width=4, table=None):
+def batch_of(rows, lens, spec_info, mode=ForwardMode.TARGET_VERIFY, bucket=None, width=4, table=None, device="cpu"):
     """A batch padded to ``bucket`` as the graph runner pads: row 0, length 1."""
     padding = 0 if bucket is None else bucket - len(rows)
     counted = width if mode.is_target_verify() else 1
     start = [length if mode.is_target_verify() else length - 1 for length in lens]
-    slots = [] if table is None else [table[r, s : s + counted] for r, s in zip(rows, start, strict=True)]
+    slots = [] if table is None else [table[r, s : s + counted].cpu() for r, s in zip(rows, start, strict=True)]
+    loc = None if table is None else torch.cat([*slots, torch.zeros(padding * counted)]).long().to(device)
     return SimpleNamespace(
         forward_mode=mode, batch_size=len(rows) + padding, spec_info=spec_info, kv_loc_plan=None, encoder_lens=None,
-        req_pool_indices=torch.tensor(list(rows) + [0] * padding), seq_lens=torch.tensor(list(lens) + [1] * padding),
-        seq_lens_sum=sum(lens), seq_lens_cpu=None, out_cache_loc_is_physical=True,
-        out_cache_loc=torch.cat([*slots, torch.zeros(padding * counted)]).long() if table is not None else None,
+        req_pool_indices=torch.tensor(list(rows) + [0] * padding, device=device),
+        seq_lens=torch.tensor(list(lens) + [1] * padding, device=device),
+        seq_lens_sum=sum(lens), seq_lens_cpu=None, out_cache_loc_is_physical=True, out_cache_loc=loc,
     )  # fmt: skip
 
 

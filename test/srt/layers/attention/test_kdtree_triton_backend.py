@@ -478,6 +478,7 @@ UNSERVED = [
     ({"logit_cap": 5.0, "logit_capping_method": "softsign"}, {}, "logit cap method"),
     ({"v_head_dim": 128}, {}, "head size"),
     ({"tp_k_head_num": 2}, {}, "number of heads"),
+    ({"tp_q_head_num": 4}, {}, "number of heads"),
     ({}, {"sinks": torch.ones(2)}, "sinks"),
     ({}, {"score_mod": len}, "score mod"),
 ]

@@ -571,6 +571,8 @@ class KDTreeTritonBackend(TritonAttnBackend):
         self, q, k, v, layer, forward_batch, save_kv_cache, options, stock
     ) -> torch.Tensor:
         reason = reason_unserved(layer, k, v, options)
+        if reason is None and layer.tp_q_head_num != self.num_head:
+            reason = "number of heads"  # the plan is made for one
         if reason is not None:
             self.count_fallback(f"{reason} (layer {layer.layer_id})", reason)
         if reason is not None or self.step is None:

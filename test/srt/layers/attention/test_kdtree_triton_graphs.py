@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kdtree_sm120 over Triton through captured steps: capture once, replay for batches that shrink and grow, with trees
+and chains, against the op's reference. On a GPU in real CUDA graphs; on a CPU a "graph" is the list of calls that
+a graph would hold, so that the same test runs, without the capture itself."""
+
+import pytest
+import torch
+from srt.attention_naive import make_layer
+from srt.layers.attention.kdtree_triton_cases import (
+    NUM_HEADS,
+    batch_of,
+    chain_input,
+    make_backend,
+    tree_input,
+)
+
+from sgl_kernel_sm120 import MaskLayout, mla_tree_verify_reference
+from sglang.srt.layers.attention.kdtree_verify import VerifyErrors
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+N, BUCKET, LAYERS = 4, 4, 2
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# (rows, prefix lengths, a tree or a chain); the pool's rows have 64 slots.
+STEPS = [
+    ([1, 2, 3, 4], [50, 40, 30, 7], True),
+    ([5, 6], [3, 0], True),
+    ([6], [44], False),
+    ([2, 5, 1], [1, 31, 33], True),
+]
+
+
+class Graph:
+    """What is called within ``record`` is called again, on the same tensors, by ``replay``."""
+
+    def __init__(self, device):
+        self.graph = torch.cuda.CUDAGraph() if device == "cuda" else None
+
+    def record(self, step):
+        self.step = step
+        if self.graph is None:
+            self.out = step()
+            return
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # kernels load, the allocator warms up
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(self.graph):
+            self.out = step()
+
+    def replay(self):
+        if self.graph is None:
+            self.out.copy_(self.step())
+        else:
+            self.graph.replay()
+        return self.out
+
+
+def random_inputs(device, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(BUCKET * N, NUM_HEADS * 576, generator=generator)
+    k = torch.randn(BUCKET * N, 1, 576, generator=generator)
+    return q.to(device, dtype), k.to(device, dtype)
+
+
+def random_tree(count, seed):
+    mask = torch.rand(count, N, N, generator=torch.Generator().manual_seed(seed)) < 0.5
+    return mask.tril() | torch.eye(N, dtype=torch.bool)
+
+
+def expected_of(backend, rows, prefixes, q, visible, layer):
+    table = backend.req_to_token.cpu()
+    lists = [table[row, : p + N] for row, p in zip(rows, prefixes, strict=True)]
+    begins = torch.tensor([0] + [p + N for p in prefixes]).cumsum(0)
+    return mla_tree_verify_reference(
+        q[: len(rows) * N].cpu().float().view(len(rows), N, NUM_HEADS, 576), backend.token_to_kv_pool.keys.cpu().float(),
+        begins, torch.cat(lists), sm_scale=layer.scaling, tree_mask=visible, mask_layout=MaskLayout.QLEN,
+    ).reshape(len(rows) * N, -1)  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mode", ["on", "validate"])
+def test_one_captured_step_serves_all_batches(monkeypatch, device, mode):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    backend = make_backend(monkeypatch, mode=mode, device=device, dtype=dtype)
+    backend.init_cuda_graph_state(BUCKET, BUCKET * N)
+    layers = [make_layer(NUM_HEADS, 1, 576, 512, layer_id=0) for _ in range(LAYERS)]
+    # The stock kernel's part in validate mode: it writes KV, and gives a known result.
+    stock_out = torch.zeros(BUCKET * N, NUM_HEADS * 512, device=device, dtype=dtype)
+
+    def stock(self, q, k, v, layer, forward_batch, save_kv_cache=True, **options):
+        self.write_latent(layer, forward_batch, k, v)
+        return stock_out
+
+    monkeypatch.setattr(TritonAttnBackend, "forward_extend", stock)
+    q, k = random_inputs(device, dtype, seed=0)
+    dummy = torch.ones(BUCKET * N * (1 + N), dtype=torch.bool, device=device)
+    static = batch_of([], [], chain_input(N, dummy), bucket=BUCKET, table=backend.req_to_token, device=device)
+    backend.init_forward_metadata_out_graph(static, in_capture=True)
+
+    def step():
+        backend.init_forward_metadata_in_graph(static)
+        out = None
+        for layer in layers:
+            out = backend.forward_extend(q, k, k[..., :512], layer, static)
+        return out.clone()
+
+    graph = Graph(device)
+    graph.record(step)
+    for number, (rows, prefixes, is_tree) in enumerate(STEPS):
+        visible = random_tree(len(rows), number) if is_tree else torch.ones(len(rows), N, N, dtype=torch.bool).tril()
+        mask = visible.flatten().to(device)
+        spec_info = tree_input(N, mask) if is_tree else chain_input(N)
+        batch = batch_of(rows, prefixes, spec_info, bucket=BUCKET, table=backend.req_to_token, device=device)
+        for static_input, value in zip((q, k), random_inputs(device, dtype, number + 1), strict=True):
+            static_input.copy_(value)
+        static.out_cache_loc.copy_(batch.out_cache_loc)
+        backend.init_forward_metadata_out_graph(batch)
+        if mode == "validate":
+            # KV first, so that the expected result can be put in the stock kernel's place.
+            backend.write_latent(layers[0], static, k, None)
+            expected = expected_of(backend, rows, prefixes, q, visible, layers[0])
+            stock_out[: len(rows) * N].copy_(expected)
+        out = graph.replay()
+        expected = expected_of(backend, rows, prefixes, q, visible, layers[0])
+        limit = dict(rtol=2e-5, atol=2e-5) if device == "cpu" else dict(rtol=2.0**-7, atol=2e-3)
+        torch.testing.assert_close(out[: len(rows) * N].cpu().float(), expected, **limit)
+        assert out.isfinite().all()
+    if mode == "validate":
+        (errors,) = VerifyErrors.summary(backend.validation.errors.counters.cpu())
+        # The recorded call counts on a CPU: it runs there, on padding alone.
+        assert errors.rows == LAYERS * N * sum(len(rows) for rows, _, _ in STEPS)
+        assert errors.mismatches == 0
