@@ -72,9 +72,10 @@ def expected_of(backend, rows, prefixes, q, visible, layer):
     table = backend.req_to_token.cpu()
     lists = [table[row, : p + N] for row, p in zip(rows, prefixes, strict=True)]
     begins = torch.tensor([0] + [p + N for p in prefixes]).cumsum(0)
+    keys = backend.token_to_kv_pool.keys.cpu().float()
     return mla_tree_verify_reference(
-        q[: len(rows) * N].cpu().float().view(len(rows), N, NUM_HEADS, 576), backend.token_to_kv_pool.keys.cpu().float(),
-        begins, torch.cat(lists), sm_scale=layer.scaling, tree_mask=visible, mask_layout=MaskLayout.QLEN,
+        q[: len(rows) * N].cpu().float().view(len(rows), N, NUM_HEADS, 576), keys, begins,
+         torch.cat(lists), sm_scale=layer.scaling, tree_mask=visible, mask_layout=MaskLayout.QLEN,
     ).reshape(len(rows) * N, -1)  # fmt: skip
 
 
