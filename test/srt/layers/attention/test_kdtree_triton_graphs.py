@@ -75,7 +75,7 @@ def expected_of(backend, rows, prefixes, q, visible, layer):
     keys = backend.token_to_kv_pool.keys.cpu().float()
     return mla_tree_verify_reference(
         q[: len(rows) * N].cpu().float().view(len(rows), N, NUM_HEADS, 576), keys, begins,
-         torch.cat(lists), sm_scale=layer.scaling, tree_mask=visible, mask_layout=MaskLayout.QLEN,
+        torch.cat(lists), sm_scale=layer.scaling, tree_mask=visible, mask_layout=MaskLayout.QLEN,
     ).reshape(len(rows) * N, -1)  # fmt: skip
 
 
