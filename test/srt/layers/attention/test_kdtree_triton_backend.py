@@ -608,7 +608,8 @@ def test_decode_context_parallelism_is_refused(factory):
 def test_the_start_up_line_says_what_runs_and_that_no_gpu_has(monkeypatch, caplog):
     with caplog.at_level("INFO", logger=kdtree_triton_backend.__name__):
         make_backend(monkeypatch, mode="validate").init_cuda_graph_state(5, 5 * N)
-    (line,) = [r.getMessage() for r in caplog.records if r.levelname == "INFO"]
+    made, line = [r.getMessage() for r in caplog.records if r.levelname == "INFO"]
+    assert "graph buffers 0.0 MB" in made and "graph buffers 0.0 MB" not in line
     for part in (
         "tp rank 0",
         "verify validate",

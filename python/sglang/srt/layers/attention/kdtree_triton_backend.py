@@ -51,7 +51,6 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.attention.verify_mask import VerifyMask, tree_mask_numel
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.speculative.ddtree_info import DDTreeVerifyInput
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
@@ -118,8 +117,7 @@ class KDTreeTritonBackend(TritonAttnBackend):
         self.tree_mask_mode = TreeMaskMode.FULL_MASK
         if self.mode != "off":
             self.init_kernel(model_runner)
-        if cuda_graph_fully_disabled():
-            self.log_start()
+        self.log_start()
 
     def init_kernel(self, model_runner: ModelRunner) -> None:
         """All scratch, once, from maxima: a captured step must not allocate it."""
@@ -178,6 +176,7 @@ class KDTreeTritonBackend(TritonAttnBackend):
             )
 
     def log_start(self) -> None:
+        """On every rank: when the backend is made, and again with its graph buffers."""
         info = build_info()
         kernel = f"sgl_kernel_sm120 {info['version']}"
         if torch.device(self.device).type == "cuda":
