@@ -18,9 +18,7 @@ def benchmark_on_path(monkeypatch):
 def replay(mode, trace, **kwargs):
     from kv_churn.replay import Replay
 
-    options = dict(
-        pool_tokens=4096, max_running=12, context=3000, budget_bytes=8 << 20
-    )
+    options = dict(pool_tokens=4096, max_running=12, context=3000, budget_bytes=8 << 20)
     return Replay(mode, **options | kwargs).run(trace)
 
 
@@ -98,3 +96,15 @@ def test_contiguity_is_counted_right():
     assert got.longest_run == 128
     assert got.block_share == 3 / 4
     assert round(got.runs_per_1k_tokens, 3) == round(1000 * 68 / 258, 3)
+
+
+def test_the_document_shows_the_committed_result():
+    from kv_churn.table import contiguity_table, cost_table
+
+    root = BENCHMARK.parent
+    result = json.loads((BENCHMARK / "results/cpu/churn.json").read_text())
+    assert result["format"] == "kv_churn-1"
+    assert {"date", "commit", "command", "host", "versions"} <= result.keys()
+    document = (root / "docs/kv-defrag.md").read_text()
+    assert contiguity_table(result) in document
+    assert cost_table(result) in document

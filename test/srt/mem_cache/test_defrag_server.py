@@ -54,7 +54,7 @@ def metric(server, name):
 def check_under_churn(server, entries):
     """Twice all prompts, in two orders: what a wave leaves in the cache is read, and
     evicted, by the next."""
-    for wave in (entries, entries[::-1], entries[::2] + entries[1::2]):
+    for wave in (entries, entries[::-1]):
         outputs = server.generate([entry["prompt"] for entry in wave], GREEDY)
         assert token_ids(outputs) == [entry["tokens"] for entry in wave]
     assert sum(meta(outputs, "cached_tokens")) > 0
