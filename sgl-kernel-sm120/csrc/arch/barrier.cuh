@@ -14,19 +14,25 @@ __device__ __forceinline__ void mbarrier_invalidate(uint32_t barrier) {
 }
 
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
-  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier) : "memory");
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier)
+               : "memory");
 }
 
-// Returns once the phase of the given parity is complete. try_wait, which may suspend the thread, needs sm_90.
+// Returns once the phase of the given parity is complete. try_wait, which may suspend the thread,
+// needs sm_90.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
-      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}"
-      ::"r"(barrier), "r"(parity) : "memory");
+      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done "
+      "bra again;\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
 #else
   asm volatile(
-      "{\n.reg .pred done;\nagain:\nmbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}"
-      ::"r"(barrier), "r"(parity) : "memory");
+      "{\n.reg .pred done;\nagain:\nmbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n@!done "
+      "bra again;\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
 #endif
 }
 
@@ -44,11 +50,14 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
 __device__ __forceinline__ int named_barrier_count(int id, int threads, bool condition) {
   int count;
   asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\nbar.red.popc.u32 %0, %1, %2, p;\n}"
-               : "=r"(count) : "r"(id), "r"(threads), "r"(static_cast<int>(condition)) : "memory");
+               : "=r"(count)
+               : "r"(id), "r"(threads), "r"(static_cast<int>(condition))
+               : "memory");
   return count;
 }
 
-// Programmatic dependent launch: wait for the kernel before us to finish; let the kernel after us start.
+// Programmatic dependent launch: wait for the kernel before us to finish; let the kernel after us
+// start.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -37,12 +37,15 @@ __device__ __forceinline__ float2 unpack_f16(uint32_t v) {
 // Bytes [a, b, c, d] of fp8 e4m3 -> lo = fp16 (a, b), hi = fp16 (c, d), exact.
 __device__ __forceinline__ void e4m3_to_f16(uint32_t bytes, uint32_t& lo, uint32_t& hi) {
 #if __CUDA_ARCH__ >= 890
-  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
-      : "=r"(lo), "=r"(hi) : "r"(bytes));
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 "
+      "%1, h;\n}"
+      : "=r"(lo), "=r"(hi)
+      : "r"(bytes));
 #else
   // The 4-bit exponent moves into the 5-bit field, which divides by 2^8. Nan (0x7f) becomes 480.
   const __half2 bias = __floats2half2_rn(256.f, 256.f);
-  const uint32_t spread[2] = {__byte_perm(bytes, 0, 0x1404), __byte_perm(bytes, 0, 0x3424)};  // byte in bits 8..15 of each half
+  const uint32_t spread[2] = {__byte_perm(bytes, 0, 0x1404),
+                              __byte_perm(bytes, 0, 0x3424)};  // byte in bits 8..15 of each half
   uint32_t* const dst[2] = {&lo, &hi};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Registers move between the warpgroups of a block (4 warps each, aligned). Only the "a" targets can; the others keep what
-// __launch_bounds__ gave each thread, and kCanMoveRegisters says so to the code that sizes its fragments.
+// Registers move between the warpgroups of a block (4 warps each, aligned). Only the "a" targets
+// can; the others keep what
+// __launch_bounds__ gave each thread, and kCanMoveRegisters says so to the code that sizes its
+// fragments.
 #pragma once
 
 namespace sgl_kernel_sm120::arch {
@@ -12,8 +14,8 @@ inline constexpr bool kCanMoveRegisters = true;
 inline constexpr bool kCanMoveRegisters = false;
 #endif
 
-// threadIdx.x, read where it is written: what the compiler derives from threadIdx.x itself it may hold in registers from the
-// start of the kernel to its end.
+// threadIdx.x, read where it is written: what the compiler derives from threadIdx.x itself it may
+// hold in registers from the start of the kernel to its end.
 __device__ __forceinline__ int thread_index() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));

@@ -1,21 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
-// mla_tree_verify, main kernel: O = softmax(scale Q K^T + tree mask) V for rows = s_q x h_q against one latent KV row a token.
+// mla_tree_verify, main kernel: O = softmax(scale Q K^T + tree mask) V for rows = s_q x h_q against
+// one latent KV row a token.
 //
-// MMA operands are swapped: tokens and value columns are M, query rows are N (no padding to 16 rows):
-//   S^T[token, row] = K[token, 576] Q^T          O^T[column, row] += V^T[column, token] P^T[token, row]
-// A block has 8..40 rows and a range of tokens, in tiles of 16. Each tile is gathered once and used for both products.
+// MMA operands are swapped: tokens and value columns are M, query rows are N (no padding to 16
+// rows):
+//   S^T[token, row] = K[token, 576] Q^T          O^T[column, row] += V^T[column, token] P^T[token,
+//   row]
+// A block has 8..40 rows and a range of tokens, in tiles of 16. Each tile is gathered once and used
+// for both products.
 //
-//   value warps 4..7 --cp.async--> kv[stage] --bar_kv_full--> score warps (pair tile % 2, half of the columns each)
-//     ^                                                          | exchange halves, mask, row_max in tile order, P
-//     +-- O += V^T P^T (128 columns a warp) <--bar_p_full--------+ P lies where the tile's rotary part was
-// A value warp refills its own columns as soon as it has used them, the rotary group after bar_p_empty.
+//   load ---cp.async---> kv[stage] --bar_kv_full--> score: S, a pair of warps a tile, half of the
+//   columns each
+//     ^                                               | bar_scores_full: both halves, fp32
+//     |                                               v
+//   bar_kv_empty                                   softmax: a warp a tile; mask, row_max in the
+//   order of the tiles (bar_row_max)
+//     |                                               | bar_p_full: P, where the tile's rotary part
+//     was
+//   value: O += V^T P^T, 128 columns a warp <---------+
 //
-// Eight warps, two a scheduler: one of each kind, so that softmax and loads of one hide behind the MMA of the other, and
-// every thread may have 255 registers (Q: 180 of a score warp, O: 160 of a value warp at 40 rows; a ninth warp would leave 224
-// to each and a third one on a scheduler 168). NOTES.md has the arithmetic and what else was measured.
+// Four warpgroups, one a role; each scheduler has one warp of each. Registers move from load and
+// softmax to score (Q: 180 at 40 rows) and value (O: 160); where they cannot, tiles have at most 16
+// rows. NOTES.md has the arithmetic and what lost.
 //
-// Shared memory at 40 rows, bf16 (fp8): KV 5 x 18.0 KB (9 x 10.0), score exchange 5.0, masks, maxima and barriers 1.9: 99 KB
-// is all that sm_120 has (measured in SharedMemoryPlan).
+// Shared memory at 40 rows, bf16 (fp8, 32 rows): KV 5 x 18.0 KB (9 x 10.0), scores 5.0 (4.0), the
+// rest 2: of the 99 KB that sm_120 gives a block (FlashInfer and vLLM measured the limit; config.h
+// asserts it).
 #pragma once
 #include "arch/registers.cuh"
 #include "mla_tree_verify/value.cuh"
@@ -24,7 +34,9 @@ namespace sgl_kernel_sm120::mla_tree_verify_op {
 
 // All but the load warps, until Q is in shared memory. False: there is no further segment.
 template <class C, int kRole>
-__device__ __forceinline__ bool begin_segment(const MlaTreeVerifyParams& params, const Segment& segment, typename C::SharedMemoryPlan& smem) {
+__device__ __forceinline__ bool begin_segment(const MlaTreeVerifyParams& params,
+                                              const Segment& segment,
+                                              typename C::SharedMemoryPlan& smem) {
   __syncthreads();  // done with the last segment
   __syncthreads();  // load warps have written `segment`
   if (segment.num_tiles == 0) return false;
@@ -41,11 +53,14 @@ __device__ __forceinline__ bool begin_segment(const MlaTreeVerifyParams& params,
 
 // Grid (row tiles, columns).
 template <class C>
-__global__ void __launch_bounds__(kThreads, 1) mla_tree_verify_kernel(const __grid_constant__ MlaTreeVerifyParams params) {
-  if constexpr (C::kNeedsToMoveRegisters && !arch::kCanMoveRegisters) return;  // the host does not launch it there
+__global__ void __launch_bounds__(kThreads, 1)
+    mla_tree_verify_kernel(const __grid_constant__ MlaTreeVerifyParams params) {
+  if constexpr (C::kNeedsToMoveRegisters && !arch::kCanMoveRegisters)
+    return;  // the host does not launch it there
   extern __shared__ __align__(128) unsigned char raw_smem[];
   auto& smem = *reinterpret_cast<typename C::SharedMemoryPlan*>(raw_smem);
-  const int role = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0), warp = __shfl_sync(~0u, threadIdx.x % kWarpgroup / kWarp, 0);
+  const int role = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0),
+            warp = __shfl_sync(~0u, threadIdx.x % kWarpgroup / kWarp, 0);
   arch::wait_for_previous_kernel();
 
   if (role == kLoad) {
@@ -63,15 +78,19 @@ __global__ void __launch_bounds__(kThreads, 1) mla_tree_verify_kernel(const __gr
     if (blockIdx.x == 0 && blockIdx.y == 0 && thread == 0) report_plan_status(params);
   } else if (role == kSoftmax) {
     arch::give_up_registers<C::kRegisters[kSoftmax]>();
-    while (begin_segment<C, kSoftmax>(params, smem.segment, smem)) run_softmax_warp<C>(params, smem.segment, smem, warp);
+    while (begin_segment<C, kSoftmax>(params, smem.segment, smem))
+      run_softmax_warp<C>(params, smem.segment, smem, warp);
   } else if (role == kValue) {
     arch::take_registers<C::kRegisters[kValue]>();
-    while (begin_segment<C, kValue>(params, smem.segment, smem)) run_value_warp<C>(params, smem.segment, smem, warp);
+    while (begin_segment<C, kValue>(params, smem.segment, smem))
+      run_value_warp<C>(params, smem.segment, smem, warp);
   } else {
     arch::take_registers<C::kRegisters[kScore]>();
     while (begin_segment<C, kScore>(params, smem.segment, smem)) {
-      if (warp % kHalves == 0) run_score_warp<C, 0>(params, smem.segment, smem, warp / kHalves);
-      else run_score_warp<C, 1>(params, smem.segment, smem, warp / kHalves);
+      if (warp % kHalves == 0)
+        run_score_warp<C, 0>(params, smem.segment, smem, warp / kHalves);
+      else
+        run_score_warp<C, 1>(params, smem.segment, smem, warp / kHalves);
     }
   }
 }

@@ -16,7 +16,8 @@ __device__ __forceinline__ constexpr int swizzle(int chunk, int row_in_8) {
 
 // Barriers and row maxima of a new segment.
 template <class C>
-__device__ __forceinline__ void reset(typename C::SharedMemoryPlan& smem, bool first_segment, int thread) {
+__device__ __forceinline__ void reset(typename C::SharedMemoryPlan& smem, bool first_segment,
+                                      int thread) {
   const auto init = [&](uint64_t& barrier, int arrivals) {
     const uint32_t address = arch::smem_address(&barrier);
     if (!first_segment) arch::mbarrier_invalidate(address);
@@ -36,20 +37,26 @@ __device__ __forceinline__ void reset(typename C::SharedMemoryPlan& smem, bool f
   arch::named_barrier_sync(kBarLoadWarps, kWarpgroup);
 }
 
-// All but the load warps: the rows of Q of this block, into the stages that no early tile uses. Missing rows become zeros.
+// All but the load warps: the rows of Q of this block, into the stages that no early tile uses.
+// Missing rows become zeros.
 template <class C>
-__device__ __forceinline__ void load_q(const MlaTreeVerifyParams& params, typename C::SharedMemoryPlan& smem, int request, int first_row) {
+__device__ __forceinline__ void load_q(const MlaTreeVerifyParams& params,
+                                       typename C::SharedMemoryPlan& smem, int request,
+                                       int first_row) {
   constexpr int kRowChunks = kQRowBytes / kChunkBytes;
-  const int thread = arch::thread_index(), lane = thread % kWarp, num_rows = params.s_q * params.h_q;
+  const int thread = arch::thread_index(), lane = thread % kWarp,
+            num_rows = params.s_q * params.h_q;
   const uint32_t s_q = arch::smem_address(smem.kv[C::kEarlyTiles]);
 #pragma unroll 1
   for (int r = thread / kWarp; r < C::kRows; r += kMathThreads / kWarp) {
     const int row = min(first_row + r, num_rows - 1);
-    const int64_t at = request * params.q_stride_b + row / params.h_q * params.q_stride_s + row % params.h_q * params.q_stride_h;
+    const int64_t at = request * params.q_stride_b + row / params.h_q * params.q_stride_s +
+                       row % params.h_q * params.q_stride_h;
     const char* q = static_cast<const char*>(params.q) + 2 * at;
 #pragma unroll
     for (int chunk = lane; chunk < kRowChunks; chunk += kWarp)
-      arch::cp_async_16(s_q + r * kQRowBytes + swizzle(chunk, r % 8), q + chunk * kChunkBytes, first_row + r < num_rows ? 16 : 0);
+      arch::cp_async_16(s_q + r * kQRowBytes + swizzle(chunk, r % 8), q + chunk * kChunkBytes,
+                        first_row + r < num_rows ? 16 : 0);
   }
   arch::cp_async_wait_all();
 }
@@ -58,8 +65,12 @@ __device__ __forceinline__ void load_q(const MlaTreeVerifyParams& params, typena
 template <class C>
 class TileLoader {
  public:
-  __device__ TileLoader(const MlaTreeVerifyParams& params, const Segment& segment, typename C::SharedMemoryPlan& smem, int warp)
-      : params_(params), num_tokens_(segment.num_tokens), list_length_(segment.list_length), list_begin_(segment.list_begin),
+  __device__ TileLoader(const MlaTreeVerifyParams& params, const Segment& segment,
+                        typename C::SharedMemoryPlan& smem, int warp)
+      : params_(params),
+        num_tokens_(segment.num_tokens),
+        list_length_(segment.list_length),
+        list_begin_(segment.list_begin),
         draft_begin_(segment.request * params.s_q - segment.list_length) {
     const int lane = arch::thread_index() % kWarp, token = 4 * warp + lane / 8;
     chunk_ = lane % 8;
@@ -68,8 +79,9 @@ class TileLoader {
     s_full_ = arch::smem_address(smem.bar_kv_full);
   }
 
-  // The slots of this lane's token in kBatch tiles of the segment. A wait for one load waits for all younger ones too (they
-  // share a scoreboard), so a batch is read as a whole, one batch before its use.
+  // The slots of this lane's token in kBatch tiles of the segment. A wait for one load waits for
+  // all younger ones too (they share a scoreboard), so a batch is read as a whole, one batch before
+  // its use.
   struct Slots {
     int low[kBatch], high[kBatch];
   };
@@ -93,11 +105,14 @@ class TileLoader {
   // Tokens past the end become zeros.
   __device__ void copy_tile(int low, int high, int tile, int stage) {
     const bool exists = first_position_ + tile * kTileTokens < num_tokens_;
-    const char* src = static_cast<const char*>(params_.kv_cache) + (exists ? row_offset(low, high) : 0) + chunk_ * kChunkBytes;
+    const char* src = static_cast<const char*>(params_.kv_cache) +
+                      (exists ? row_offset(low, high) : 0) + chunk_ * kChunkBytes;
     const uint32_t dst = s_row_ + stage * C::kStageBytes, bytes = exists ? 16 : 0;
 #pragma unroll
-    for (int at = 0; at < C::kValueBytes; at += kGroupBytes) arch::cp_async_16(dst + at, src + at, bytes);
-    if (C::kRopeChunks == 8 || chunk_ < C::kRopeChunks) arch::cp_async_16(dst + C::kValueBytes, src + C::kValueBytes, bytes);
+    for (int at = 0; at < C::kValueBytes; at += kGroupBytes)
+      arch::cp_async_16(dst + at, src + at, bytes);
+    if (C::kRopeChunks == 8 || chunk_ < C::kRopeChunks)
+      arch::cp_async_16(dst + C::kValueBytes, src + C::kValueBytes, bytes);
     arch::cp_async_arrive(s_full_ + stage * sizeof(uint64_t));
   }
 
@@ -112,7 +127,8 @@ class TileLoader {
     const int last = static_cast<int>(params_.num_slots - 1);
     const int nearest = high < 0 ? 0 : high > 0 || low < 0 ? last : min(low, last);
     clamped_ |= nearest != low || high != 0;
-    return static_cast<uint64_t>(static_cast<uint32_t>(nearest)) * static_cast<uint32_t>(params_.kv_stride * C::Kv::kElementBytes);
+    return static_cast<uint64_t>(static_cast<uint32_t>(nearest)) *
+           static_cast<uint32_t>(params_.kv_stride * C::Kv::kElementBytes);
   }
 
   const MlaTreeVerifyParams& params_;
@@ -130,9 +146,12 @@ __device__ __forceinline__ void wait_for_q_stages() {
 }
 
 template <class C>
-__device__ __forceinline__ void run_load_warp(const MlaTreeVerifyParams& params, const Segment& segment,
-                                              typename C::SharedMemoryPlan& smem, bool first_segment) {
-  const int thread = arch::thread_index() - kMathThreads, warp = thread / kWarp, num_tiles = segment.num_tiles;
+__device__ __forceinline__ void run_load_warp(const MlaTreeVerifyParams& params,
+                                              const Segment& segment,
+                                              typename C::SharedMemoryPlan& smem,
+                                              bool first_segment) {
+  const int thread = arch::thread_index() - kMathThreads, warp = thread / kWarp,
+            num_tiles = segment.num_tiles;
   TileLoader<C> loader(params, segment, smem, warp);
   typename TileLoader<C>::Slots slots, next;
   loader.read_slots(slots, 0);

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Merge kernel: the parts of a request, weighted by 2^(their row_max) and their sums, into out and lse; zeros for an empty one.
+// Merge kernel: the parts of a request, weighted by 2^(their row_max) and their sums, into out and
+// lse; zeros for an empty one.
 //
-// A unit is 8 rows x 32 columns of one request, what a lane of a value warp packs into one uint4: a part of it is 512 B in a
-// row. The 8 warps of a block first find the weights of the parts, one row a warp, while their first loads of O are on the
-// way; then each adds every eighth part, and shared memory adds the warps, in a fixed order.
+// A unit is 8 rows x 32 columns of one request, what a lane of a value warp packs into one uint4: a
+// part of it is 512 B in a row. The 8 warps of a block first find the weights of the parts, one row
+// a warp, while their first loads of O are on the way; then each adds every eighth part, and shared
+// memory adds the warps, in a fixed order.
 #pragma once
 #include "mla_tree_verify/value.cuh"
 
@@ -20,14 +22,16 @@ struct MergeUnit {
 };
 
 template <class C>
-__device__ __forceinline__ MergeUnit merge_unit(const MlaTreeVerifyParams& params, unsigned i, int row_tiles, int num_tiles, int columns) {
+__device__ __forceinline__ MergeUnit merge_unit(const MlaTreeVerifyParams& params, unsigned i,
+                                                int row_tiles, int num_tiles, int columns) {
   MergeUnit u;
   u.row_block = i % C::kRowBlocks, i /= C::kRowBlocks;
   u.column_pair = i % kColumnPairs, i /= kColumnPairs;
   u.warp = i % kValueWarps, i /= kValueWarps;
   u.row_tile = i % row_tiles;
   u.request = i / row_tiles;
-  const int begin = load_plan_entry(params, u.request).first_tile, end = load_plan_entry(params, u.request + 1).first_tile;
+  const int begin = load_plan_entry(params, u.request).first_tile,
+            end = load_plan_entry(params, u.request + 1).first_tile;
   const int first_column = begin == end ? 0 : column_of_tile(begin, num_tiles, columns);
   u.num_parts = begin == end ? 0 : column_of_tile(end - 1, num_tiles, columns) - first_column + 1;
   u.first_slot = first_column + u.request;
@@ -42,19 +46,24 @@ struct MergeSharedMemory {
 
 // Warp w: the weights of row w of the unit in all parts, and its lse.
 template <class C>
-__device__ __forceinline__ void find_weights(const MlaTreeVerifyParams& params, MergeSharedMemory& smem, const MergeUnit& unit,
+__device__ __forceinline__ void find_weights(const MlaTreeVerifyParams& params,
+                                             MergeSharedMemory& smem, const MergeUnit& unit,
                                              const Partial<C>& first, int row_tiles) {
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, row_in_tile = unit.row_block * 8 + warp;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp,
+            row_in_tile = unit.row_block * 8 + warp;
   const float2* stats = first.stats + row_in_tile;
   float top = -INFINITY;
-  for (int part = lane; part < unit.num_parts; part += kWarp) top = fmaxf(top, stats[int64_t{part} * row_tiles * C::kRows].x);
+  for (int part = lane; part < unit.num_parts; part += kWarp)
+    top = fmaxf(top, stats[int64_t{part} * row_tiles * C::kRows].x);
 #pragma unroll
   for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
   float sum = 0.f;
   for (int part = lane; part < unit.num_parts; part += kWarp) {
     const float2 max_and_sum = stats[int64_t{part} * row_tiles * C::kRows];
-    const float weight = top == -INFINITY ? 0.f : arch::exp2_approx(max_and_sum.x - top) * max_and_sum.y;
-    smem.weight[part][warp] = weight * first.o_scale[int64_t{part} * row_tiles * kValueWarps + unit.warp];
+    const float weight =
+        top == -INFINITY ? 0.f : arch::exp2_approx(max_and_sum.x - top) * max_and_sum.y;
+    smem.weight[part][warp] =
+        weight * first.o_scale[int64_t{part} * row_tiles * kValueWarps + unit.warp];
     sum += weight;
   }
 #pragma unroll
@@ -67,7 +76,9 @@ __device__ __forceinline__ void find_weights(const MlaTreeVerifyParams& params, 
 }
 
 template <class C>
-__device__ __forceinline__ void merge_parts(const MlaTreeVerifyParams& params, MergeSharedMemory& smem, const MergeUnit& unit, int row_tiles) {
+__device__ __forceinline__ void merge_parts(const MlaTreeVerifyParams& params,
+                                            MergeSharedMemory& smem, const MergeUnit& unit,
+                                            int row_tiles) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const Partial<C> first(params, unit.first_slot, unit.row_tile);
   const uint4* o = first.o + Partial<C>::o_index(unit.warp, unit.column_pair, unit.row_block, lane);
@@ -75,7 +86,8 @@ __device__ __forceinline__ void merge_parts(const MlaTreeVerifyParams& params, M
   uint4 r_first[kMergePreload];
 #pragma unroll
   for (int i = 0; i < kMergePreload; ++i)
-    if (const int part = warp + i * kMergeWarps; part < unit.num_parts) r_first[i] = __ldg(o + part * stride);
+    if (const int part = warp + i * kMergeWarps; part < unit.num_parts)
+      r_first[i] = __ldg(o + part * stride);
   find_weights<C>(params, smem, unit, first, row_tiles);
   __syncthreads();
 
@@ -93,31 +105,40 @@ __device__ __forceinline__ void merge_parts(const MlaTreeVerifyParams& params, M
   for (int i = 0; i < kMergePreload; ++i)
     if (const int part = warp + i * kMergeWarps; part < unit.num_parts) add(r_first[i], part);
 #pragma unroll 4
-  for (int part = warp + kMergePreload * kMergeWarps; part < unit.num_parts; part += kMergeWarps) add(__ldg(o + part * stride), part);
+  for (int part = warp + kMergePreload * kMergeWarps; part < unit.num_parts; part += kMergeWarps)
+    add(__ldg(o + part * stride), part);
 #pragma unroll
   for (int i = 0; i < 8; ++i) smem.sum[warp][i][lane] = r_sum[i];
 }
 
 // Adds the warps and writes 8 rows x 32 columns: warp w has element w of every lane.
 template <class C>
-__device__ __forceinline__ void store_unit(const MlaTreeVerifyParams& params, const MergeSharedMemory& smem, const MergeUnit& unit) {
+__device__ __forceinline__ void store_unit(const MlaTreeVerifyParams& params,
+                                           const MergeSharedMemory& smem, const MergeUnit& unit) {
   const int element = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int r = 2 * (lane % 4) + element % 2, row = unit.row_tile * C::kRows + unit.row_block * 8 + r;
+  const int r = 2 * (lane % 4) + element % 2,
+            row = unit.row_tile * C::kRows + unit.row_block * 8 + r;
   const int rows = params.s_q * params.h_q;
   if (row >= rows) return;
   float sum = 0.f;
 #pragma unroll
   for (int w = 0; w < kMergeWarps; ++w) sum += smem.sum[w][element][lane];
-  const int column = o_column<C>(unit.warp, 2 * unit.column_pair + element / 4, lane, element / 2 % 2);
-  static_cast<__nv_bfloat16*>(params.out)[(int64_t{unit.request} * rows + row) * kDv + column] = __float2bfloat16(sum * smem.row_factor[r]);
+  const int column =
+      o_column<C>(unit.warp, 2 * unit.column_pair + element / 4, lane, element / 2 % 2);
+  static_cast<__nv_bfloat16*>(params.out)[(int64_t{unit.request} * rows + row) * kDv + column] =
+      __float2bfloat16(sum * smem.row_factor[r]);
 }
 
 template <class C>
-__global__ void __launch_bounds__(kMergeWarps * kWarp) mla_tree_verify_merge_kernel(const __grid_constant__ MlaTreeVerifyParams params, int max_columns) {
+__global__ void __launch_bounds__(kMergeWarps* kWarp, 2)
+    mla_tree_verify_merge_kernel(const __grid_constant__ MlaTreeVerifyParams params,
+                                 int max_columns) {
   __shared__ MergeSharedMemory smem;
   const int row_tiles = num_row_tiles(params.s_q * params.h_q, C::kRowBlocks);
-  const int num_tiles = load_plan_entry(params, params.b).first_tile, columns = num_columns(num_tiles, max_columns);
-  const unsigned num_units = static_cast<unsigned>(params.b) * row_tiles * kValueWarps * kColumnPairs * C::kRowBlocks;
+  const int num_tiles = load_plan_entry(params, params.b).first_tile,
+            columns = num_columns(num_tiles, max_columns);
+  const unsigned num_units =
+      static_cast<unsigned>(params.b) * row_tiles * kValueWarps * kColumnPairs * C::kRowBlocks;
   arch::launch_next_kernel();
   MergeUnit unit = merge_unit<C>(params, blockIdx.x, row_tiles, num_tiles, columns);
   arch::wait_for_previous_kernel();

@@ -8,13 +8,15 @@ namespace sgl_kernel_sm120::mla_tree_verify_op {
 constexpr int kColumnBlocks = kDvPerWarp / 16;  // MMA M tiles of a value warp
 constexpr int kSumsPerWarp = (kMaxRowBlocksBf16 + kValueWarps - 1) / kValueWarps;
 
-// Of lane 4 g + t: (column g or g + 8) x (row 2 t or 2 t + 1) of each block. For fp8 "g" and "g + 8" are 2 g and 2 g + 1.
+// Of lane 4 g + t: (column g or g + 8) x (row 2 t or 2 t + 1) of each block. For fp8 "g" and "g +
+// 8" are 2 g and 2 g + 1.
 template <class C>
 using OFragments = float[kColumnBlocks][C::kRowBlocks][4];
 
 template <class C>
 __device__ __forceinline__ int o_column(int warp, int block, int lane, int upper) {
-  return kDvPerWarp * warp + 16 * block + (C::Kv::kFp8 ? lane / 4 * 2 + upper : lane / 4 + 8 * upper);
+  return kDvPerWarp * warp + 16 * block +
+         (C::Kv::kFp8 ? lane / 4 * 2 + upper : lane / 4 + 8 * upper);
 }
 
 // P of the tile as B fragments: two registers a row block.
@@ -31,8 +33,9 @@ __device__ __forceinline__ void load_p(uint32_t (&r_p)[C::kRowBlocks][2], uint32
 }
 
 template <class C>
-__device__ __forceinline__ void rescale_o(OFragments<C>& r_o, float (&r_sum)[kSumsPerWarp], const typename C::SharedMemoryPlan& smem,
-                                          int stage, int warp, int lane) {
+__device__ __forceinline__ void rescale_o(OFragments<C>& r_o, float (&r_sum)[kSumsPerWarp],
+                                          const typename C::SharedMemoryPlan& smem, int stage,
+                                          int warp, int lane) {
   if (!smem.rescaled[stage]) return;
   const int g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -48,9 +51,11 @@ __device__ __forceinline__ void rescale_o(OFragments<C>& r_o, float (&r_sum)[kSu
   }
 }
 
-// Row sums of P as the MMA sees it. The value warps share the row blocks out: selects, since a branch costs more than the sums.
+// Row sums of P as the MMA sees it. The value warps share the row blocks out: selects, since a
+// branch costs more than the sums.
 template <class C>
-__device__ __forceinline__ void add_row_sums(float (&r_sum)[kSumsPerWarp], const uint32_t (&r_p)[C::kRowBlocks][2], int warp) {
+__device__ __forceinline__ void add_row_sums(float (&r_sum)[kSumsPerWarp],
+                                             const uint32_t (&r_p)[C::kRowBlocks][2], int warp) {
 #pragma unroll
   for (int first = 0; first < C::kRowBlocks; first += kValueWarps) {
     uint32_t p[2] = {0, 0};
@@ -65,48 +70,66 @@ __device__ __forceinline__ void add_row_sums(float (&r_sum)[kSumsPerWarp], const
   }
 }
 
-// Loads run two ahead of the MMA. `always` is not 0 and `zero` is: that the place of a load seems to depend on the load before
-// it keeps the compiler from doing first every other load and then the rest.
+// A fragments of V^T: two of the 8 column blocks (fp8: of the 4 pairs of them) at a time.
+using VFragments = uint32_t[2][4];
+
+// Where ldmatrix finds a column block of this warp, fp8: a pair of them.
 template <class C>
-__device__ __forceinline__ void pv_gemm(OFragments<C>& r_o, const uint32_t (&r_p)[C::kRowBlocks][2], uint32_t s_kv, int warp, int lane, int always,
-                                        uint32_t zero) {
-  uint32_t r[2][4];
+__device__ __forceinline__ uint32_t v_place(uint32_t s_kv, int warp, int lane, int block) {
   if constexpr (C::Kv::kFp8) {
-    // A 16-bit element of the transposed load is two columns of a token: split them into rows 2 g and 2 g + 1 of A.
-    const uint32_t row = s_kv + lane % 16 * C::kPitch + kDvPerWarp * warp + swizzle(lane / 16, lane % 8);
-    const auto place = [&](int m) { return row ^ (m * kChunkBytes); };  // chunks m and m + 1
-    arch::ldmatrix_x4_trans(r[0], place(0));
-    arch::ldmatrix_x4_trans(r[1], place(2));
+    const uint32_t row =
+        s_kv + lane % 16 * C::kPitch + kDvPerWarp * warp + swizzle(lane / 16, lane % 8);
+    return row ^ (2 * block * kChunkBytes);
+  } else {
+    const uint32_t row = s_kv + (lane % 8 + lane / 16 * 8) * C::kPitch + 2 * kDvPerWarp * warp +
+                         swizzle(lane / 8 % 2, lane % 8);
+    return (row ^ (block % 4 * 2 * kChunkBytes)) + block / 4 * kGroupBytes;
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void load_first_v(VFragments& r_v, uint32_t s_kv, int warp, int lane) {
+  arch::ldmatrix_x4_trans(r_v[0], v_place<C>(s_kv, warp, lane, 0));
+  arch::ldmatrix_x4_trans(r_v[1], v_place<C>(s_kv, warp, lane, 1));
+}
+
+// Loads run two ahead of the MMA. `always` is not 0 and `zero` is: that the place of a load seems
+// to depend on the load before it keeps the compiler from doing first every other load and then the
+// rest.
+template <class C>
+__device__ __forceinline__ void pv_gemm(OFragments<C>& r_o, VFragments& r_v,
+                                        const uint32_t (&r_p)[C::kRowBlocks][2], uint32_t s_kv,
+                                        int warp, int lane, int always, uint32_t zero) {
+  constexpr int kBlocksPerLoad = C::Kv::kFp8 ? 2 : 1, kLoads = kColumnBlocks / kBlocksPerLoad;
 #pragma unroll
-    for (int m = 0; m < kColumnBlocks; m += 2) {
-      uint32_t(&v)[4] = r[m / 2 % 2];
+  for (int i = 0; i < kLoads; ++i) {
+    uint32_t(&v)[4] = r_v[i % 2];
+    if constexpr (C::Kv::kFp8) {
+      // A 16-bit element of the transposed load is two columns of a token: split them into rows 2 g
+      // and 2 g + 1 of A.
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32_t a[4];
         arch::e4m3_to_f16(__byte_perm(v[2 * half], 0, 0x3120), a[0], a[1]);
         arch::e4m3_to_f16(__byte_perm(v[2 * half + 1], 0, 0x3120), a[2], a[3]);
 #pragma unroll
-        for (int j = 0; j < C::kRowBlocks; ++j) arch::mma_f16(r_o[m + half][j], a, r_p[j][0], r_p[j][1]);
+        for (int j = 0; j < C::kRowBlocks; ++j)
+          arch::mma_f16(r_o[2 * i + half][j], a, r_p[j][0], r_p[j][1]);
       }
-      if (m + 4 < kColumnBlocks) arch::ldmatrix_x4_trans_if(v, place(m + 4) | (r[(m / 2 + 1) % 2][0] & zero), always);
-    }
-  } else {
-    const uint32_t row = s_kv + (lane % 8 + lane / 16 * 8) * C::kPitch + 2 * kDvPerWarp * warp + swizzle(lane / 8 % 2, lane % 8);
-    const auto place = [&](int m) { return (row ^ (m % 4 * 2 * kChunkBytes)) + m / 4 * kGroupBytes; };  // chunks 2 m and 2 m + 1
-    arch::ldmatrix_x4_trans(r[0], place(0));
-    arch::ldmatrix_x4_trans(r[1], place(1));
+    } else {
 #pragma unroll
-    for (int m = 0; m < kColumnBlocks; ++m) {
-#pragma unroll
-      for (int j = 0; j < C::kRowBlocks; ++j) arch::mma_bf16(r_o[m][j], r[m % 2], r_p[j][0], r_p[j][1]);
-      if (m + 2 < kColumnBlocks) arch::ldmatrix_x4_trans_if(r[m % 2], place(m + 2) | (r[(m + 1) % 2][0] & zero), always);
+      for (int j = 0; j < C::kRowBlocks; ++j) arch::mma_bf16(r_o[i][j], v, r_p[j][0], r_p[j][1]);
     }
+    if (i + 2 < kLoads)
+      arch::ldmatrix_x4_trans_if(
+          v, v_place<C>(s_kv, warp, lane, i + 2) | (r_v[(i + 1) % 2][0] & zero), always);
   }
 }
 
 // Whole row sums into shared memory, for all value warps.
 template <class C>
-__device__ __forceinline__ void share_row_sums(const float (&r_sum)[kSumsPerWarp], typename C::SharedMemoryPlan& smem, int warp) {
+__device__ __forceinline__ void share_row_sums(const float (&r_sum)[kSumsPerWarp],
+                                               typename C::SharedMemoryPlan& smem, int warp) {
   const int lane = arch::thread_index() % kWarp;
 #pragma unroll
   for (int i = 0; i < kSumsPerWarp; ++i) {
@@ -128,10 +151,13 @@ struct Partial {
 
   __device__ Partial(const MlaTreeVerifyParams& params, int slot, int row_tile) {
     const int row_tiles = num_row_tiles(params.s_q * params.h_q, C::kRowBlocks);
-    const int64_t tile = int64_t{slot} * row_tiles + row_tile, tiles = partial_slots(params.b, row_tiles, params.num_sms) * row_tiles;
+    const int64_t tile = int64_t{slot} * row_tiles + row_tile,
+                  tiles = partial_slots(params.b, row_tiles, params.num_sms) * row_tiles;
     o = static_cast<uint4*>(params.workspace) + tile * kO;
-    stats = reinterpret_cast<float2*>(static_cast<uint4*>(params.workspace) + tiles * kO) + tile * C::kRows;
-    o_scale = reinterpret_cast<float*>(static_cast<uint4*>(params.workspace) + tiles * kO) + tiles * C::kRows * 2 + tile * kValueWarps;
+    stats = reinterpret_cast<float2*>(static_cast<uint4*>(params.workspace) + tiles * kO) +
+            tile * C::kRows;
+    o_scale = reinterpret_cast<float*>(static_cast<uint4*>(params.workspace) + tiles * kO) +
+              tiles * C::kRows * 2 + tile * kValueWarps;
   }
 
   static constexpr int kO = C::kRows * kDv / 8;  // uint4 of a row tile
@@ -142,15 +168,20 @@ struct Partial {
 
 // 1 / sum of the rows that this lane holds, 0 for an empty row.
 template <class C>
-__device__ __forceinline__ float2 inverse_row_sums(const typename C::SharedMemoryPlan& smem, int row_block, int lane) {
-  const float2 sum = *reinterpret_cast<const float2*>(&smem.row_sum[first_row_of_lane(row_block, lane)]);
-  return make_float2(sum.x == 0.f ? 0.f : __fdividef(1.f, sum.x), sum.y == 0.f ? 0.f : __fdividef(1.f, sum.y));
+__device__ __forceinline__ float2 inverse_row_sums(const typename C::SharedMemoryPlan& smem,
+                                                   int row_block, int lane) {
+  const float2 sum =
+      *reinterpret_cast<const float2*>(&smem.row_sum[first_row_of_lane(row_block, lane)]);
+  return make_float2(sum.x == 0.f ? 0.f : __fdividef(1.f, sum.x),
+                     sum.y == 0.f ? 0.f : __fdividef(1.f, sum.y));
 }
 
 // The request has other segments: for the merge kernel.
 template <class C>
-__device__ __forceinline__ void store_partial(OFragments<C>& r_o, const MlaTreeVerifyParams& params, const Segment& segment,
-                                              const typename C::SharedMemoryPlan& smem, int row_tile, int warp) {
+__device__ __forceinline__ void store_partial(OFragments<C>& r_o, const MlaTreeVerifyParams& params,
+                                              const Segment& segment,
+                                              const typename C::SharedMemoryPlan& smem,
+                                              int row_tile, int warp) {
   const int lane = arch::thread_index() % kWarp;
   const Partial<C> partial(params, segment.slot, row_tile);
   float largest = 0.f;
@@ -159,19 +190,24 @@ __device__ __forceinline__ void store_partial(OFragments<C>& r_o, const MlaTreeV
     const float2 factor = inverse_row_sums<C>(smem, j, lane);
 #pragma unroll
     for (int m = 0; m < kColumnBlocks; ++m) {
-      r_o[m][j][0] *= factor.x, r_o[m][j][2] *= factor.x, r_o[m][j][1] *= factor.y, r_o[m][j][3] *= factor.y;
-      largest = fmaxf(fmaxf(largest, fmaxf(fabsf(r_o[m][j][0]), fabsf(r_o[m][j][1]))), fmaxf(fabsf(r_o[m][j][2]), fabsf(r_o[m][j][3])));
+      r_o[m][j][0] *= factor.x, r_o[m][j][2] *= factor.x, r_o[m][j][1] *= factor.y,
+          r_o[m][j][3] *= factor.y;
+      largest = fmaxf(fmaxf(largest, fmaxf(fabsf(r_o[m][j][0]), fabsf(r_o[m][j][1]))),
+                      fmaxf(fabsf(r_o[m][j][2]), fabsf(r_o[m][j][3])));
     }
   }
   // Bits of a positive float order like integers. Below 2^15 no scale is needed.
-  const int exponent = static_cast<int>(__reduce_max_sync(~0u, __float_as_uint(largest)) >> 23) - 127, excess = max(exponent - 14, 0);
+  const int exponent =
+                static_cast<int>(__reduce_max_sync(~0u, __float_as_uint(largest)) >> 23) - 127,
+            excess = max(exponent - 14, 0);
   const float down = __int_as_float((127 - excess) << 23);
 #pragma unroll
   for (int m = 0; m < kColumnBlocks; m += 2) {
 #pragma unroll
     for (int j = 0; j < C::kRowBlocks; ++j) {
       uint4 v;
-      v.x = arch::pack_f16(r_o[m][j][0] * down, r_o[m][j][1] * down), v.y = arch::pack_f16(r_o[m][j][2] * down, r_o[m][j][3] * down);
+      v.x = arch::pack_f16(r_o[m][j][0] * down, r_o[m][j][1] * down),
+      v.y = arch::pack_f16(r_o[m][j][2] * down, r_o[m][j][3] * down);
       v.z = arch::pack_f16(r_o[m + 1][j][0] * down, r_o[m + 1][j][1] * down);
       v.w = arch::pack_f16(r_o[m + 1][j][2] * down, r_o[m + 1][j][3] * down);
       partial.o[Partial<C>::o_index(warp, m / 2, j, lane)] = v;
@@ -184,8 +220,11 @@ __device__ __forceinline__ void store_partial(OFragments<C>& r_o, const MlaTreeV
 
 // The request has this segment alone: its result.
 template <class C>
-__device__ __forceinline__ void store_output(const OFragments<C>& r_o, const MlaTreeVerifyParams& params, const Segment& segment,
-                                             const typename C::SharedMemoryPlan& smem, int first_row, int warp) {
+__device__ __forceinline__ void store_output(const OFragments<C>& r_o,
+                                             const MlaTreeVerifyParams& params,
+                                             const Segment& segment,
+                                             const typename C::SharedMemoryPlan& smem,
+                                             int first_row, int warp) {
   const int lane = arch::thread_index() % kWarp;
   const int num_rows = params.s_q * params.h_q;
   auto* out = static_cast<__nv_bfloat16*>(params.out) + int64_t{segment.request} * num_rows * kDv;
@@ -201,37 +240,45 @@ __device__ __forceinline__ void store_output(const OFragments<C>& r_o, const Mla
       for (int m = 0; m < kColumnBlocks; ++m) {
 #pragma unroll
         for (int upper = 0; upper < 2; ++upper)
-          out[int64_t{row} * kDv + o_column<C>(warp, m, lane, upper)] = __float2bfloat16(r_o[m][j][2 * upper + odd] * factor);
+          out[int64_t{row} * kDv + o_column<C>(warp, m, lane, upper)] =
+              __float2bfloat16(r_o[m][j][2 * upper + odd] * factor);
       }
     }
   }
   const int r = warp * kWarp + lane, row = first_row + r;
   if (params.lse != nullptr && r < C::kRows && row < num_rows)
-    params.lse[int64_t{segment.request} * num_rows + row] = (smem.row_max[r] + log2f(smem.row_sum[r])) / kLog2e;
+    params.lse[int64_t{segment.request} * num_rows + row] =
+        (smem.row_max[r] + log2f(smem.row_sum[r])) / kLog2e;
 }
 
 // Every tile of the segment, 128 columns of the value.
 template <class C>
-__device__ __forceinline__ void run_value_warp(const MlaTreeVerifyParams& params, const Segment& segment,
+__device__ __forceinline__ void run_value_warp(const MlaTreeVerifyParams& params,
+                                               const Segment& segment,
                                                typename C::SharedMemoryPlan& smem, int warp) {
   OFragments<C> r_o;
 #pragma unroll
   for (int m = 0; m < kColumnBlocks; ++m) {
 #pragma unroll
-    for (int j = 0; j < C::kRowBlocks; ++j) r_o[m][j][0] = r_o[m][j][1] = r_o[m][j][2] = r_o[m][j][3] = 0.f;
+    for (int j = 0; j < C::kRowBlocks; ++j)
+      r_o[m][j][0] = r_o[m][j][1] = r_o[m][j][2] = r_o[m][j][3] = 0.f;
   }
   float r_sum[kSumsPerWarp] = {};
 
   int stage = 0;
   uint32_t parity = 0;
   for (int tile = 0; tile < segment.num_tiles; ++tile) {
-    const int lane = arch::thread_index() % kWarp;  // here, or its products would be held across the loop
+    const int lane =
+        arch::thread_index() % kWarp;  // here, or its products would be held across the loop
     const uint32_t s_kv = arch::smem_address(smem.kv[stage]);
     uint32_t r_p[C::kRowBlocks][2];
+    VFragments r_v;
+    arch::mbarrier_wait(arch::smem_address(&smem.bar_kv_full[stage]), parity);
+    load_first_v<C>(r_v, s_kv, warp, lane);
     arch::mbarrier_wait(arch::smem_address(&smem.bar_p_full[stage]), parity);
     load_p<C>(r_p, s_kv, lane);
     rescale_o<C>(r_o, r_sum, smem, stage, warp, lane);
-    pv_gemm<C>(r_o, r_p, s_kv, warp, lane, params.b, params.b >> 16);
+    pv_gemm<C>(r_o, r_v, r_p, s_kv, warp, lane, params.b, params.b >> 16);
     __syncwarp();
     if (lane == 0) arch::mbarrier_arrive(arch::smem_address(&smem.bar_kv_empty[stage]));
     add_row_sums<C>(r_sum, r_p, warp);
@@ -239,8 +286,10 @@ __device__ __forceinline__ void run_value_warp(const MlaTreeVerifyParams& params
   }
   arch::launch_next_kernel();
   share_row_sums<C>(r_sum, smem, warp);
-  if (smem.num_parts == 1) store_output<C>(r_o, params, segment, smem, blockIdx.x * C::kRows, warp);
-  else store_partial<C>(r_o, params, segment, smem, blockIdx.x, warp);
+  if (smem.num_parts == 1)
+    store_output<C>(r_o, params, segment, smem, blockIdx.x * C::kRows, warp);
+  else
+    store_partial<C>(r_o, params, segment, smem, blockIdx.x, warp);
 }
 
 }  // namespace sgl_kernel_sm120::mla_tree_verify_op

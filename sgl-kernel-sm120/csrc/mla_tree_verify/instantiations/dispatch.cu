@@ -13,31 +13,44 @@ cudaError_t launch(const MlaTreeVerifyParams& params, cudaStream_t stream);
 cudaError_t max_row_blocks(int most, int& result) {
   int device = 0, major = 0;
   if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  if (cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device); error != cudaSuccess) return error;
+  if (cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+      error != cudaSuccess)
+    return error;
   result = major >= 9 ? most : kMaxRowBlocksFixed;
   return cudaSuccess;
 }
 
 cudaError_t launch_bf16(const MlaTreeVerifyParams& params, cudaStream_t stream) {
   int most;
-  if (cudaError_t error = max_row_blocks(kMaxRowBlocksBf16, most); error != cudaSuccess) return error;
+  if (cudaError_t error = max_row_blocks(kMaxRowBlocksBf16, most); error != cudaSuccess)
+    return error;
   switch (row_blocks_per_tile(params.s_q * params.h_q, most)) {
-    case 1: return launch<Bf16Kv, 1>(params, stream);
-    case 2: return launch<Bf16Kv, 2>(params, stream);
-    case 3: return launch<Bf16Kv, 3>(params, stream);
-    case 4: return launch<Bf16Kv, 4>(params, stream);
-    default: return launch<Bf16Kv, 5>(params, stream);
+    case 1:
+      return launch<Bf16Kv, 1>(params, stream);
+    case 2:
+      return launch<Bf16Kv, 2>(params, stream);
+    case 3:
+      return launch<Bf16Kv, 3>(params, stream);
+    case 4:
+      return launch<Bf16Kv, 4>(params, stream);
+    default:
+      return launch<Bf16Kv, 5>(params, stream);
   }
 }
 
 cudaError_t launch_fp8(const MlaTreeVerifyParams& params, cudaStream_t stream) {
   int most;
-  if (cudaError_t error = max_row_blocks(kMaxRowBlocksFp8, most); error != cudaSuccess) return error;
+  if (cudaError_t error = max_row_blocks(kMaxRowBlocksFp8, most); error != cudaSuccess)
+    return error;
   switch (row_blocks_per_tile(params.s_q * params.h_q, most)) {
-    case 1: return launch<Fp8Kv, 1>(params, stream);
-    case 2: return launch<Fp8Kv, 2>(params, stream);
-    case 3: return launch<Fp8Kv, 3>(params, stream);
-    default: return launch<Fp8Kv, 4>(params, stream);
+    case 1:
+      return launch<Fp8Kv, 1>(params, stream);
+    case 2:
+      return launch<Fp8Kv, 2>(params, stream);
+    case 3:
+      return launch<Fp8Kv, 3>(params, stream);
+    default:
+      return launch<Fp8Kv, 4>(params, stream);
   }
 }
 
@@ -49,7 +62,8 @@ cudaError_t mla_tree_verify(const MlaTreeVerifyParams& params, cudaStream_t stre
 }
 
 cudaError_t mla_tree_verify_plan(const MlaTreeVerifyPlanParams& params, cudaStream_t stream) {
-  mla_tree_verify_op::mla_tree_verify_plan_kernel<<<1, mla_tree_verify_op::kMaxBatch, 0, stream>>>(params);
+  mla_tree_verify_op::mla_tree_verify_plan_kernel<<<1, mla_tree_verify_op::kMaxBatch, 0, stream>>>(
+      params);
   return cudaGetLastError();
 }
 
