@@ -9,6 +9,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ def header(args: argparse.Namespace) -> dict:
         here = Path(__file__).parent
         return subprocess.run(["git", *command], cwd=here, capture_output=True, text=True).stdout.strip()
 
-    options = " ".join(arg for arg in sys.argv[1:])
+    options = re.sub(r" ?--plot \S+", "", " ".join(sys.argv[1:]))  # It changes no number.
     return {
         "format": FORMAT,
         "date": datetime.date.today().isoformat(),
