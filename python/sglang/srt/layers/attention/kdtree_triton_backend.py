@@ -190,7 +190,7 @@ class KDTreeTritonBackend(TritonAttnBackend):
             get_parallel().tp_rank,
             self.mode,
             kernel,
-            self.tree_mask_mode.name,
+            self.tree_mask_mode.name if self.speculates else "none",
             self.width,
             self.graph_bytes / 1e6,
             self.page_size,
