@@ -64,18 +64,18 @@ struct Config {
   static constexpr int kRowBlocks = kRowBlocks_;  // MMA N tiles of 8 rows
   static constexpr int kRows = 8 * kRowBlocks;    // query rows (position x head) of a block
   static constexpr bool kNeedsToMoveRegisters = kRowBlocks > kMaxRowBlocksFixed;
-  // Of the roles. At 40 rows Q takes 180 of a score warp's and O 160 of a value warp's; the
-  // compiler needs 8 more of the latter on sm_120 than on sm_90 and fewer for the softmax.
+  // Of the roles. At 40 rows Q takes 180 of a score warp's and O 160 of a value warp's. What the
+  // others need differs between sm_120 and sm_90 by what the compiler makes of the same code.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-  static constexpr bool kWideValue = kRowBlocks == 5;
+  static constexpr int kRegisters[kRoles] = {kRowBlocks == 5   ? 216
+                                             : kRowBlocks == 4 ? 208
+                                                               : 184,
+                                             kRowBlocks == 5 ? 48 : 64, kRowBlocks == 5 ? 200 : 192,
+                                             kRowBlocks >= 4 ? 48 : 72};
 #else
-  static constexpr bool kWideValue = false;
+  static constexpr int kRegisters[kRoles] = {kRowBlocks == 5 ? 216 : 208, kRowBlocks == 5 ? 56 : 64,
+                                             192, 48};
 #endif
-  static constexpr int kRegisters[kRoles] = {kRowBlocks == 5 ? 216 : 208,
-                                             kWideValue        ? 48
-                                             : kRowBlocks == 5 ? 56
-                                                               : 64,
-                                             kWideValue ? 200 : 192, 48};
   static_assert(kRegisters[kScore] + kRegisters[kSoftmax] + kRegisters[kValue] +
                     kRegisters[kLoad] <=
                 kRoles * 128);
