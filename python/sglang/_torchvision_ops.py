@@ -24,7 +24,7 @@ def declare_missing_operators() -> list[str]:
     """-> the operators declared. Has to run before the first import of torchvision."""
     global _library
     spec = importlib.util.find_spec("torchvision")
-    if torch.version.cuda or torch.version.hip or spec is None or spec.origin is None:
+    if torch.backends.cuda.is_built() or spec is None or spec.origin is None:
         return []
     for extension in sorted(Path(spec.origin).parent.glob("_C*.so")):
         try:

@@ -38,8 +38,8 @@ def lay_without(edit, pinned, scratch: Path) -> Path:
     return scratch
 
 
-def run_without(edit, pinned, scratch: Path) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": str(lay_without(edit, pinned, scratch)), "OMP_NUM_THREADS": "1"}
+def run_in(tree: Path, edit) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", edit.test]
     return subprocess.run(
         command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=900
@@ -50,11 +50,12 @@ def run_without(edit, pinned, scratch: Path) -> subprocess.CompletedProcess:
 def without(pinned, tmp_path_factory):
     """-> the outcome of each edit's test without the edit; two run at a time."""
     scratch = tmp_path_factory.mktemp("without")
+    # Laid one by one: parsing is not safe in threads before Python 3.12.
+    trees = {
+        name: lay_without(edit, pinned, scratch / str(number)) for number, (name, edit) in enumerate(EDITS.items())
+    }
     with ThreadPoolExecutor(2) as pool:
-        runs = {
-            name: pool.submit(run_without, edit, pinned, scratch / str(number))
-            for number, (name, edit) in enumerate(EDITS.items())
-        }
+        runs = {name: pool.submit(run_in, tree, EDITS[name]) for name, tree in trees.items()}
         return {name: run.result() for name, run in runs.items()}
 
 
