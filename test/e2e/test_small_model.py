@@ -33,9 +33,11 @@ PAGED = [
     *TARGET, "--attention-backend", "kdtree_sm120", *speculative("DDTREE"), "--speculative-num-draft-tokens", "16",
     "--page-size", "16", "--max-total-tokens", "704", "--max-running-requests", "8", "--chunked-prefill-size", "64",
     "--disable-overlap-schedule", *SEEDS,
-    # Admits requests by their prompts alone, so that the pool runs full and requests are retracted.
+    # With CLIP below: requests are admitted as if they were to answer almost nothing. The pool runs full, and the
+    # scheduler has to retract some.
     "--schedule-conservativeness", "0.01",
 ]  # fmt: skip
+CLIP = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}
 # Checks after every step that each KV slot has one owner, not only when idle.
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2"}
 
@@ -68,7 +70,7 @@ def ddtree(plain, servers):
 
 @pytest.fixture
 def paged(plain, servers):
-    server = servers.get(PAGED, STRICT)
+    server = servers.get(PAGED, CLIP | STRICT)
     yield server
     server.assert_all_slots_are_back()
 
@@ -236,16 +238,26 @@ def test_seeded_sampling_is_plain_sampling_token_for_token(paged, plain):
     assert sum(meta(outputs, "spec_verify_ct")) < 0.95 * 12 * 31, "hardly any draft was accepted"
 
 
-def test_tree_of_16_takes_the_counted_steps_in_pages_without_overlap(paged, expected):
-    """Two at a time: more do not fit into the pool, and a retracted request drafts anew from another token."""
+@pytest.fixture
+def short(expected):
     entries = [entry for entry in expected if entry["prompt_tokens"] < 160][:8]
     assert len(entries) == 8
-    for pair in zip(entries[::2], entries[1::2], strict=True):
+    return entries
+
+
+def test_tree_of_16_takes_the_counted_steps_in_pages_without_overlap(paged, short):
+    """Two at a time: more do not fit into the pool, and a retracted request drafts anew from another token."""
+    for pair in zip(short[::2], short[1::2], strict=True):
         check_greedy(paged, pair, "tree16")
 
 
-def test_full_pool_retracts_and_answers_the_same(paged, plain):
-    outputs = paged.generate(*workloads.ragged_batch())
-    assert token_ids(outputs) == plain["ragged"]
-    assert sum(meta(outputs, "num_retractions")) > 0, "the pool was large enough for all"
+def test_full_pool_retracts_and_answers_the_same(paged, short):
+    """Eight requests that need 1700 slots at their ends, in a pool of 704."""
+    outputs = paged.generate([entry["prompt"] for entry in short], GREEDY | {"max_new_tokens": 128})
+    assert token_ids(outputs) == [entry["tokens"] for entry in short]
+    assert sum(meta(outputs, "num_retractions")) > 0
+
+
+def test_ragged_batch_and_conversation_in_pages(paged, plain):
+    assert token_ids(paged.generate(*workloads.ragged_batch())) == plain["ragged"]
     assert workloads.converse(paged)[0] == plain["conversation"]
