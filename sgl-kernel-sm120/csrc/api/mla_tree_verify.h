@@ -6,6 +6,7 @@
 namespace sgl_kernel_sm120::api {
 
 constexpr int64_t kMaxB = 256, kMaxSq = 128, kMaxHq = 128;
+constexpr int64_t kMaxKvRowBytes = 0xffffffff, kMaxIndices = int64_t{1} << 28;
 constexpr int64_t kDqk = 576, kDv = 512;
 
 inline void check_tree_mask(const char* kOp, const Tensor& tree_mask, const Tensor& mask_indptr,
@@ -125,6 +126,13 @@ inline void mla_tree_verify(const Tensor& q, const Tensor& kv_cache, const Tenso
   if (num_slots > 1 && kv_cache.stride(0) * kv_cache.element_size() % 16)
     reject(kOp, "kv_cache", "a row stride that is a multiple of 16 bytes",
            "strides " + strides(kv_cache));
+  // The kernel multiplies a 32-bit slot by a 32-bit row stride, and counts list positions in 32
+  // bits.
+  if (kv_cache.stride(0) * kv_cache.element_size() > kMaxKvRowBytes)
+    reject(kOp, "kv_cache", "a row stride below 4 GiB", "strides " + strides(kv_cache));
+  if (kv_indices.numel() > kMaxIndices)
+    reject(kOp, "kv_indices", "at most 268435456 entries", std::to_string(kv_indices.numel()),
+           "split the batch");
 
   const int num_sms = device_attribute(cudaDevAttrMultiProcessorCount, device);
   CHECK_BYTES(workspace, mla_tree_verify_workspace_bytes(b, s_q, h_q, num_sms),

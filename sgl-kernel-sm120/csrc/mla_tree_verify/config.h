@@ -9,7 +9,6 @@
 namespace sgl_kernel_sm120::mla_tree_verify_op {
 
 constexpr int kDqk = 576;
-constexpr int kRopeBegin = kDv;  // columns 512..575 are the rotary part of the key
 constexpr int kWarp = 32;
 constexpr int kWarpgroup = 128;  // what registers move between
 constexpr int kPairs = 2;        // pairs of score warps: they take tiles in turn

@@ -1,31 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// mla_tree_verify, main kernel: O = softmax(scale Q K^T + tree mask) V for rows = s_q x h_q against
-// one latent KV row a token.
-//
-// MMA operands are swapped: tokens and value columns are M, query rows are N (no padding to 16
-// rows):
-//   S^T[token, row] = K[token, 576] Q^T          O^T[column, row] += V^T[column, token] P^T[token,
-//   row]
-// A block has 8..40 rows and a range of tokens, in tiles of 16. Each tile is gathered once and used
-// for both products.
-//
-//   load ---cp.async---> kv[stage] --bar_kv_full--> score: S, a pair of warps a tile, half of the
-//   columns each
-//     ^                                               | bar_scores_full: both halves, fp32
-//     |                                               v
-//   bar_kv_empty                                   softmax: a warp a tile; mask, row_max in the
-//   order of the tiles (bar_row_max)
-//     |                                               | bar_p_full: P, where the tile's rotary part
-//     was
-//   value: O += V^T P^T, 128 columns a warp <---------+
-//
+// mla_tree_verify, main kernel: O = softmax(scale Q K^T + tree mask) V for rows = s_q x h_q
+// against one latent KV row a token. Tokens and value columns are the MMA's M, query rows its N:
+//   S^T[token, row] = K[token, 576] Q^T      O^T[column, row] += V^T[column, token] P^T[token, row]
+// A block has 8..40 rows and a range of tokens in tiles of 16, each gathered once for both
+// products.
+// clang-format off
+//   load --cp.async--> kv[stage] --bar_kv_full--> score: S, a pair of warps a tile, half of the columns each
+//     ^                                              | bar_scores_full: both halves, fp32
+//   bar_kv_empty                                  softmax: a warp a tile; mask, row_max in the order of tiles
+//     |                                              | bar_p_full: P, where the tile's rotary part was
+//   value: O += V^T P^T, 128 columns a warp <--------+
+// clang-format on
 // Four warpgroups, one a role; each scheduler has one warp of each. Registers move from load and
 // softmax to score (Q: 180 at 40 rows) and value (O: 160); where they cannot, tiles have at most 16
 // rows. NOTES.md has the arithmetic and what lost.
 //
 // Shared memory at 40 rows, bf16 (fp8, 32 rows): KV 5 x 18.0 KB (9 x 10.0), scores 5.0 (4.0), the
-// rest 2: of the 99 KB that sm_120 gives a block (FlashInfer and vLLM measured the limit; config.h
-// asserts it).
+// rest 2, of the 99 KB that sm_120 gives a block (config.h asserts it).
 #pragma once
 #include "arch/registers.cuh"
 #include "mla_tree_verify/value.cuh"
