@@ -11,6 +11,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,8 +22,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = (ROOT / "test" / "models" / "target", ROOT / "test" / "models" / "drafter")
 TREE = ["--attention-backend", "kdtree_sm120", "--speculative-algorithm", "DDTREE"]
-# The small model in float32 is deterministic; the pool is bounded, or SGLang would take all memory.
-SMALL_FLAGS = ["--dtype", "float32", "--max-total-tokens", "16384", "--speculative-num-draft-tokens", "32"]
+# The pool is bounded, or SGLang would take all memory.
+SMALL_FLAGS = ["--max-total-tokens", "16384", "--speculative-num-draft-tokens", "32"]
+# Greedy answers with and without drafts are equal in float32; the CUDA kernel takes bfloat16.
+SMALL_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 READY_WITHIN = 1800  # a large model loads for minutes
 
 
@@ -35,6 +38,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     args = parser.parse_args()
     command, environment = server(args)
+    refuse_busy_port(args.port)
     print("serve: " + shlex.join(command), flush=True)
     process = subprocess.Popen(command, env=environment)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -52,20 +56,35 @@ def main() -> int:
 def server(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     small = not args.model
     model, draft = map(str, SMALL) if small else (args.model, args.draft)
+    local = [Path(path).exists() for path in (model, draft) if path]
+    if small and args.draft:
+        raise SystemExit(f"serve: DRAFT={args.draft} without MODEL: give both, or neither")
     if small and not Path(model).is_dir():
         raise SystemExit(f"serve: {model} is not here: this clone has no small model; give MODEL=... and DRAFT=...")
     flags = ["--model-path", model, "--host", "127.0.0.1", "--port", str(args.port)]
     flags += ["--attention-backend", "kdtree_sm120"] if not draft else [*TREE, "--speculative-draft-model-path", draft]
-    flags += SMALL_FLAGS if small else []
+    flags += ["--dtype", SMALL_DTYPE[args.device], *SMALL_FLAGS] if small else []
     environment = dict(os.environ)
     if args.device == "cpu":
         flags += ["--device", "cpu"]
         # Two OpenMP pools that spin on the same cores are ten times slower than one thread each.
         environment.setdefault("OMP_NUM_THREADS", "1")
         environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "0")
-    if Path(model).exists():
+    if all(local):
         environment.setdefault("HF_HUB_OFFLINE", "1")
     return [sys.executable, "-m", "sglang.launch_server", *flags, *shlex.split(args.args)], environment
+
+
+def refuse_busy_port(port: int) -> None:
+    """Another server there would answer /health for ours."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise SystemExit(
+                f"serve: port {port} is in use ({error.strerror}); choose another: make serve PORT=..."
+            ) from None
 
 
 def wait_until_ready(process: subprocess.Popen, port: int) -> bool:

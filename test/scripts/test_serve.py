@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,37 @@ def test_the_small_model_is_served_with_a_tree(serve):
     assert words[words.index("--attention-backend") + 1] == "kdtree_sm120"
     assert words[words.index("--speculative-algorithm") + 1] == "DDTREE"
     assert words[words.index("--host") + 1] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("device, dtype", [("cpu", "float32"), ("cuda", "bfloat16")])
+def test_the_small_model_has_a_dtype_that_the_backend_takes(serve, device, dtype):
+    words = command(serve, device=device)
+    assert words[words.index("--dtype") + 1] == dtype
+    assert ("--device" in words) == (device == "cpu")
+
+
+def test_a_drafter_without_its_model_is_refused(serve):
+    with pytest.raises(SystemExit, match="DRAFT=org/draft without MODEL"):
+        command(serve, draft="org/draft")
+
+
+def test_a_hub_drafter_can_be_fetched(serve, tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    arguments = argparse.Namespace(model=str(tmp_path), draft="org/draft", port=30000, args="", device="cuda")
+    assert "HF_HUB_OFFLINE" not in serve.server(arguments)[1]
+    arguments.draft = str(tmp_path)
+    assert serve.server(arguments)[1]["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_busy_port_is_refused(serve):
+    """The other server's /health would be taken for ours."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(SystemExit, match=f"port {port} is in use"):
+            serve.refuse_busy_port(port)
+    serve.refuse_busy_port(port)
 
 
 def test_a_model_without_a_drafter_is_served_plainly(serve):
