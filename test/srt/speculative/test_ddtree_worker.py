@@ -8,6 +8,7 @@ import torch
 
 import sgl_kernel_sm120
 from sglang.srt.layers.attention.verify_mask import VerifyMask
+from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.speculative import ddtree_worker
 from sglang.srt.speculative.ddtree_worker import DDTreeWorker, check_tree_ops, kv_buffers_of, refuse_verify_backend
@@ -84,6 +85,14 @@ def test_kv_buffers_have_a_row_a_slot():
     assert [tuple(b.shape) for b in kv_buffers_of(grouped)] == [(9, 2, 4)] * 4
     with pytest.raises(ValueError, match="cannot move accepted KV in a SimpleNamespace"):
         kv_buffers_of(SimpleNamespace())
+
+
+@pytest.mark.parametrize("name", ["MHATokenToKVPoolFP4", "MLATokenToKVPoolFP4", "DSATokenToKVPool"])
+def test_a_pool_that_keeps_more_for_a_slot_is_refused(name):
+    """Its scales or index keys would stay at the slot that the token left."""
+    pool = object.__new__(getattr(memory_pool, name))
+    with pytest.raises(ValueError, match=f"cannot move accepted KV in a {name}"):
+        kv_buffers_of(pool)
 
 
 def test_a_backend_without_a_mask_is_refused():

@@ -30,6 +30,7 @@ from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.torch_kv_pool import TorchMHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -410,9 +411,10 @@ def verify_backend_of(backend):
 
 def kv_buffers_of(pool) -> List[torch.Tensor]:
     """The pool's per-layer buffers, a row a slot."""
-    if isinstance(pool, MLATokenToKVPool):
+    # Other subclasses keep more for a slot (scales, index keys), which would stay behind.
+    if type(pool) is MLATokenToKVPool:
         return list(pool.kv_buffer)
-    if isinstance(pool, MHATokenToKVPool) and not pool.use_hnd:
+    if type(pool) in (MHATokenToKVPool, TorchMHATokenToKVPool) and not pool.use_hnd:
         return [*pool.k_buffer, *pool.v_buffer]
     raise ValueError(
         f"DDTREE cannot move accepted KV in a {type(pool).__name__}; it serves MLA and "

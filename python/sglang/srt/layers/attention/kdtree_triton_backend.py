@@ -685,8 +685,8 @@ def reason_unserved(
     v: Optional[torch.Tensor],
     options: dict,
 ) -> Optional[str]:
-    for name in ("sinks", "score_mod", "aux_tensors"):
-        if options.get(name) is not None:
+    for name, value in options.items():
+        if value is not None:
             return name.replace("_", " ")
     if k is None or v is None:
         return "KV from the pool"
