@@ -10,7 +10,7 @@ from kit.scripted import sglang_stream
 
 from sglang.kdtree.bench import compare, text
 from sglang.kdtree.bench.client import Client, Event, Reply, absorb, request_body
-from sglang.kdtree.bench.longctx import findings, parse_contexts
+from sglang.kdtree.bench.longctx import PromptMaker, findings, parse_contexts
 from sglang.kdtree.bench.measure import measure, percentile, summarise
 from sglang.kdtree.errors import KitError
 
@@ -134,6 +134,16 @@ class TestWire:
         assert body.get("ignore_eos", body.get("sampling_params", {}).get("ignore_eos")) is True
 
 
+class WordCounter:
+    """In the place of a client: a word is a token."""
+
+    asked = 0
+
+    def count_tokens(self, prompt):
+        self.asked += 1
+        return len(prompt.split())
+
+
 class TestPrompts:
     @pytest.mark.parametrize("kind", text.KINDS)
     def test_length_and_repeatability(self, kind):
@@ -163,6 +173,23 @@ class TestPrompts:
         assert text.Source(kind="code", text="abcde").window(start=3, length=7) == "deabcde"
         assert text.Source(kind="code", text="abcde").window(start=8, length=2) == "de"
 
+    @pytest.mark.parametrize("wanted", [30, 300, 1_000])
+    def test_length_in_tokens_on_uneven_text(self, wanted):
+        """Lines of words beside tables of one long word each: characters a token jump between 3 and 2,000."""
+        table = "x" * 2_000 + "\n"
+        source = text.Source(kind="code", text="".join("ab " * 50 * (i % 7) + table * (i % 5) for i in range(400)))
+        counter = WordCounter()
+        for repeat in range(40):
+            maker = PromptMaker(counter, source, seed=0, run="r")
+            counted = counter.count_tokens(maker.make(wanted, repeat=repeat))
+            assert counted == pytest.approx(wanted, rel=0.01, abs=1)
+
+    def test_even_text_is_counted_once_more_at_most(self):
+        counter = WordCounter()
+        maker = PromptMaker(counter, text.Source(kind="code", text="abc " * 5_000), seed=0, run="r")
+        maker.make(1_000, repeat=0)
+        assert counter.asked <= 3  # the sample, the first prompt, its correction
+
     def test_distinct_ngrams_tell_a_loop_from_text(self):
         assert text.distinct_ngrams(list(range(20))) == 1.0
         assert text.distinct_ngrams([1, 2] * 10) == 2 / 17
@@ -191,7 +218,7 @@ class TestVerb:
             ("prose", 300), ("prose", 1000), ("code", 300), ("code", 1000),
         ]  # fmt: skip
         for row in document["rows"]:
-            assert row["prompt_tokens"] == pytest.approx(row["context"], rel=0.02)
+            assert row["prompt_tokens"] == pytest.approx(row["context"], rel=0.01)
             assert row["accept_length"] == {"p50": 4.0, "p90": 4.0}
         assert document["server"]["attention_backend"] == "kdtree_sm120"
         assert plot.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -27,8 +27,10 @@ DEFAULT_CONTEXTS = "1k,4k,16k,32k,64k,128k,185k,200k"
 TOLERATED_CACHED_TOKENS = 64
 LOOP_DISTINCT_4GRAMS = 0.3
 # How often and how near the length of a prompt is corrected with the server's tokenizer.
-REFINEMENTS = 3
+REFINEMENTS = 24
+IN_PROPORTION = 2
 CLOSE_ENOUGH = 0.01
+LEAST_CHARACTERS = 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -216,20 +218,31 @@ class PromptMaker:
         nonce = nonce_for(
             run=self.run, kind=self.source.kind, context=tokens, repeat=repeat
         )
-        prompt = self._build(tokens, repeat, nonce)
-        for _ in range(REFINEMENTS):
+        prompt = self._build(round(tokens * self.characters_per_token), repeat, nonce)
+        # The most characters that are too few, the fewest that are too many; 0: not met yet.
+        short, long = 0, 0
+        for attempt in range(REFINEMENTS):
             counted = self.client.count_tokens(prompt)
             if counted is None or abs(counted - tokens) <= CLOSE_ENOUGH * tokens:
                 break
             self.learn(len(prompt), counted)
-            prompt = self._build(tokens, repeat, nonce)
+            if counted < tokens:
+                short = len(prompt)
+            else:
+                long = len(prompt)
+            # In proportion, which is enough for even text; between the two where it is uneven, as beside a table.
+            characters = round(tokens * self.characters_per_token)
+            if long and (attempt >= IN_PROPORTION or not short < characters < long):
+                characters = (short + long) // 2
+            if characters in (short, long):
+                break
+            prompt = self._build(characters, repeat, nonce)
         return prompt
 
-    def _build(self, tokens: int, repeat: int, nonce: str) -> str:
-        characters = max(40, round(tokens * self.characters_per_token))
+    def _build(self, characters: int, repeat: int, nonce: str) -> str:
         return build_prompt(
             self.source,
-            characters=characters,
+            characters=max(LEAST_CHARACTERS, characters),
             seed=self.seed,
             repeat=repeat,
             nonce=nonce,
