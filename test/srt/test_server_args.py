@@ -184,6 +184,21 @@ def test_ddtree_refuses_simulated_acceptance(make_args, monkeypatch):
         resolve(make_args())
 
 
+def test_ddtree_refuses_block_verification(make_args):
+    """Upstream's own refusal, which names the algorithms that have it and goes before any algorithm's arguments."""
+    args = make_args(speculative_use_block_verification=True, skip_tokenizer_init=True)
+    with pytest.raises(ValueError, match="--speculative-use-block-verification only supports EAGLE .* DSPARK"):
+        args.resolve_once()
+
+
+def test_sparse_attention_is_refused_on_a_cpu(make_args):
+    """DeepSeek V3.2: without the refusal, upstream asks a CUDA device that is not there."""
+    sparse = {"index_topk": 64, "index_head_dim": 128, "index_n_heads": 4}
+    args = make_args(target=TARGET | sparse, attention_backend="kdtree_sm120", skip_tokenizer_init=True)
+    with pytest.raises(ValueError, match=r"\(DSA\) of DeepseekV3ForCausalLM selects some. Serve this model on a GPU"):
+        args.resolve_once()
+
+
 def test_ddtree_on_a_cpu_refuses_the_platform_of_a_gpu(make_args, monkeypatch):
     """Engine(device="cpu") in a process that found a GPU."""
     from sglang.srt import platforms

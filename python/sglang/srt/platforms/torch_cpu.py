@@ -37,6 +37,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return False
 
     def apply_server_args_defaults(self, server_args) -> None:
+        refuse_sparse_attention(server_args)
         if server_args.enable_deterministic_inference:
             logger.warning(
                 "--enable-deterministic-inference on a CPU: requests sample by "
@@ -139,6 +140,21 @@ def _hide_cuda_devices() -> None:
         raise RuntimeError(
             "--device cpu: CUDA is already open in this process, so its GPUs "
             "cannot be hidden any more. Start with CUDA_VISIBLE_DEVICES= (empty)."
+        )
+
+
+def refuse_sparse_attention(server_args) -> None:
+    """Refuse a model whose attention selects keys (DSA): no backend of this platform
+    has an indexer, and the next thing that upstream does is to ask a CUDA device."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    config = ModelConfig.from_server_args(server_args)
+    if getattr(config, "index_head_dim", None) is not None:
+        raise ValueError(
+            "The torch CPU platform (attention backends kdtree_sm120 and "
+            "torch_reference) attends to every key, and the sparse attention (DSA) of "
+            f"{config.hf_config.architectures[0]} selects some. Serve this model on a "
+            "GPU."
         )
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """kdtree_sm120 on a CPU: trees verified over prefix and draft slots, modes, refusals.
 
-The three bugs that integrators of tree verification met are tests of their own here.
+Three bugs that a tree verification can have without a wrong shape or a crash are tests of their own here.
 """
 
+import json
 import logging
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import torch
 from srt.attention_naive import Pool, make_layer, naive_attention
 
 import sgl_kernel_sm120
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention import kdtree_backend, kdtree_verify
 from sglang.srt.layers.attention.kdtree_backend import KDTreeVerifyBackend
 from sglang.srt.layers.attention.kdtree_metadata import full_mask, full_mask_indptr
@@ -147,7 +149,7 @@ def test_decode_and_extend_are_the_stock_backend(settings):
     close(out, naive(case)[::N])  # the root is where a decode step would be
 
 
-# The case study's bugs.
+# Three bugs that change results and nothing else.
 
 
 def test_draft_slots_are_attended(settings):
@@ -246,9 +248,7 @@ def test_a_nan_is_over_the_limit():
 
 
 def make_runner(**config):
-    fields = dict(
-        kv_lora_rank=512, qk_rope_head_dim=64, hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"])
-    )
+    fields = dict(kv_lora_rank=512, qk_rope_head_dim=64, hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]))
     return SimpleNamespace(device="cpu", use_mla_backend=True, model_config=SimpleNamespace(**(fields | config)))
 
 
@@ -262,6 +262,22 @@ def test_an_mla_less_model_is_refused(settings):
 def test_other_head_sizes_are_refused(settings):
     with pytest.raises(ValueError, match=r"heads of 320 \(latent 256\)"):
         kdtree_backend.create_kdtree_backend(make_runner(kv_lora_rank=256))
+
+
+@pytest.mark.parametrize("form", ["torch", "triton"])
+def test_sparse_attention_is_refused(settings, tmp_path, monkeypatch, form):
+    """DeepSeek V3.2 and GLM 5: the kernel would attend to the keys that the indexer leaves out."""
+    model = {
+        "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v3", "num_hidden_layers": 1,
+        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": 64, "index_head_dim": 128, "index_n_heads": 4,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    monkeypatch.setenv("TRITON_INTERPRET", str(int(form == "triton")))
+    monkeypatch.setattr(kdtree_backend.AttentionBackendRegistry, "register", lambda *args: None)
+    runner = make_runner()
+    runner.model_config, runner.is_draft_worker = ModelConfig(str(tmp_path)), False
+    with pytest.raises(ValueError, match="sparse attention .DSA. of DeepseekV32ForCausalLM selects some; leave --att"):
+        kdtree_backend.create_kdtree_backend(runner)
 
 
 def test_too_many_draft_tokens_are_refused(settings):

@@ -226,6 +226,13 @@ def check_runner(runner) -> None:
             f"{config.hf_config.architectures[0]} is none; use --attention-backend "
             "torch_reference on a CPU, triton on a GPU."
         )
+    # Set by upstream for the models whose indexer selects keys.
+    if getattr(config, "index_head_dim", None) is not None:
+        raise ValueError(
+            "kdtree_sm120 attends to every key, and the sparse attention (DSA) of "
+            f"{config.hf_config.architectures[0]} selects some; leave "
+            "--attention-backend out, which takes upstream's dsa on a GPU."
+        )
     dims = (config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank)
     if dims != (QK_HEAD_DIM, V_HEAD_DIM):
         raise ValueError(
