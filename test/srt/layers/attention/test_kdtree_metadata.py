@@ -85,7 +85,7 @@ def test_full_mask_has_rows_of_prefix_plus_draft(batch, slack, random):
 
 
 def test_mask_indptr_has_one_entry_a_request_and_the_end():
-    """The case study's third bug: a slice that is one entry too long shifts every later block."""
+    """A slice that is one entry too long would shift every later block."""
     prefixes = torch.tensor([5, 0, 7])
     indptr = full_mask_indptr(prefixes, 4)
     assert indptr.shape == (4,)
