@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One test for each edit of an upstream module: what fails without it."""
 
-import inspect
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -71,16 +71,38 @@ def test_a_tree_is_captured_with_its_mask(monkeypatch, algorithm, masked):
     assert resolve_dflash_verify_mask_policy(TritonAttnBackend()) == ("TritonAttnBackend", masked)
 
 
-def test_record_stream_is_not_called_on_cpu_tensors():
-    """The call is in a function of 500 lines; what can be seen from outside is that torch refuses it, and its guard."""
+class DraftBegins(Exception):
+    pass
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_record_stream_is_not_called_on_cpu_tensors(on_cpu):
+    """A decode step of stock DFLASH, up to its draft: torch refuses record_stream on a CPU tensor. On a device the
+    call is still made."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
     from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
-    lengths = torch.ones(1)
-    with pytest.raises(RuntimeError):
-        lengths.record_stream(torch.cpu.current_stream())
-    source = inspect.getsource(DFlashWorkerV2.forward_batch_generation)
-    before, call, _ = source.partition("batch.seq_lens.record_stream(")
-    assert call and before.rstrip().endswith("if not batch.seq_lens.is_cpu:")
+    class Worker:
+        device = "cpu"
+
+        def _validate_phase1_sampling_support(self, batch):
+            pass
+
+        @property
+        def target_worker(self):
+            raise DraftBegins
+
+    recorded = []
+    on_device = MagicMock(spec=torch.Tensor, is_cpu=False, record_stream=recorded.append)
+    on_device.__len__.return_value = 1
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.DECODE, is_extend_in_batch=False, spec_info=object.__new__(DFlashDraftInputV2),
+        seq_lens=torch.tensor([5]) if on_cpu else on_device,
+    )  # fmt: skip
+    with pytest.raises(DraftBegins):
+        DFlashWorkerV2.forward_batch_generation(Worker(), batch)
+    assert len(recorded) == (not on_cpu)
 
 
 def test_custom_ops_run_on_cpu():
