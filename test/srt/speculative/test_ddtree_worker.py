@@ -11,7 +11,14 @@ from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.speculative import ddtree_worker
-from sglang.srt.speculative.ddtree_worker import DDTreeWorker, check_tree_ops, kv_buffers_of, refuse_verify_backend
+from sglang.srt.speculative.ddtree_worker import (
+    DDTreeWorker,
+    check_tree_ops,
+    host_lens,
+    kv_buffers_of,
+    refuse_verify_backend,
+    usable_ranks,
+)
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 PREFIXES, NODES = [5, 2], 4
@@ -131,3 +138,27 @@ def test_the_tree_ops_are_tried_at_start_up(monkeypatch):
     monkeypatch.setattr(sgl_kernel_sm120, "tree_accept", missing)
     with pytest.raises(NotImplementedError, match="tree_accept has no kernel"):
         check_tree_ops(torch.device("cpu"))
+
+
+def test_lengths_on_the_host_are_upper_bounds():
+    """The scheduler keeps none where no backend asks for them; then what is reserved bounds them."""
+    lens = torch.tensor([5, 2])
+    exact = SimpleNamespace(seq_lens_cpu=lens, reqs=[])
+    assert [x.tolist() for x in host_lens(exact, SimpleNamespace(nxt_kv_lens_cpu=None), NODES)] == [[5, 2], [9, 6]]
+    reqs = [SimpleNamespace(kv=SimpleNamespace(kv_allocated_len=n)) for n in (16, 11)]
+    bound = SimpleNamespace(seq_lens_cpu=None, reqs=reqs)
+    reserved = SimpleNamespace(nxt_kv_lens_cpu=torch.tensor([13, 10]))
+    assert [x.tolist() for x in host_lens(bound, reserved, NODES)] == [[13, 10], [13, 10]]
+    nothing = SimpleNamespace(nxt_kv_lens_cpu=None)
+    assert [x.tolist() for x in host_lens(bound, nothing, NODES)] == [[16, 11], [16, 11]]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "nodes", "vocab", "ranks", "said"),
+    [(None, 16, 2000, 15, False), (4, 16, 2000, 4, False), (60, 16, 2000, 15, False), (None, 128, 2000, 64, True),
+     (64, 128, 2000, 64, False), (None, 128, 40, 40, False)],
+)  # fmt: skip
+def test_ranks_that_the_kernel_does_not_take_are_logged(caplog, wanted, nodes, vocab, ranks, said):
+    caplog.set_level("INFO")
+    assert usable_ranks(wanted, nodes, vocab) == ranks
+    assert ("could use 127 ranks of a draft position; it gets 64" in caplog.text) == said

@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import msgspec
 import torch
+from sgl_kernel_sm120.tree import MAX_B as MAX_RUNNING_REQUESTS
+from sgl_kernel_sm120.tree import MAX_DEPTH as MAX_DRAFT_DEPTH
+from sgl_kernel_sm120.tree import MAX_NODES, MAX_TOPK
 
 from sglang.srt.environ import envs
 from sglang.srt.speculative.dflash_utils import (
@@ -15,11 +19,7 @@ from sglang.srt.speculative.dflash_utils import (
     parse_dflash_draft_config,
 )
 
-# Limits of the tree and verify kernels.
-MAX_NODES = 128
-MAX_TOPK = 64
-MAX_DRAFT_DEPTH = 31
-MAX_RUNNING_REQUESTS = 256
+logger = logging.getLogger(__name__)
 
 DEFAULT_NODES = 16
 DEFAULT_MAX_RUNNING_REQUESTS = 48  # upstream's for DFLASH

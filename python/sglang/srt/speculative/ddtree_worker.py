@@ -96,9 +96,9 @@ class DDTreeWorker(DFlashWorkerV2):
         check_tree_ops(torch.device(self.device))
         # Nodes on a path, the root included.
         self.max_path = min(int(self.block_size), self.num_nodes)
-        self.num_ranks = min(
-            spec.speculative_ddtree_topk or self.num_nodes - 1,
-            sgl_kernel_sm120.tree.MAX_TOPK,
+        self.num_ranks = usable_ranks(
+            spec.speculative_ddtree_topk,
+            self.num_nodes,
             int(self.model_runner.model_config.vocab_size),
         )
         self.kv_buffers: List[torch.Tensor] = []  # the target's, once it has a pool
@@ -123,7 +123,9 @@ class DDTreeWorker(DFlashWorkerV2):
         return None  # the parent's folds a greedy head into the draft graph
 
     def _validate_phase1_sampling_support(self, batch: ScheduleBatch) -> None:
-        """Sampling is exact here; the parent warns that it is not."""
+        """The parent warns here that it cannot sample. A node's token is sampled from
+        the target's distribution as plain decoding adjusts it, but for penalties:
+        inside a tree they are those of the tokens committed before the step."""
 
     def prewarm_sampling(self):
         return self.model_runner.prewarm_sampling()
@@ -184,26 +186,19 @@ class DDTreeWorker(DFlashWorkerV2):
                 "DDTREE: the running batch carries "
                 f"{type(carried).__name__} instead of DFlashDraftInputV2."
             )
+        lens_cpu, max_lens_cpu = host_lens(batch, carried, self.num_nodes)
         # The scheduler reserved the slots and wrote them behind the prefix.
         plan = self.model_runner.kv_index_translator.plan_uniform_extend(
             req_pool_indices=batch.req_pool_indices,
             seq_lens=batch.seq_lens,
-            seq_lens_cpu=(
-                carried.nxt_kv_lens_cpu
-                if batch.seq_lens_cpu is None
-                else batch.seq_lens_cpu
-            ),
+            seq_lens_cpu=lens_cpu,
             width=self.num_nodes,
         )
         return TreeStep(
             batch=batch,
             carried=carried,
             prefix_lens=batch.seq_lens,
-            max_lens_cpu=(
-                carried.nxt_kv_lens_cpu
-                if batch.seq_lens_cpu is None
-                else batch.seq_lens_cpu + self.num_nodes
-            ),
+            max_lens_cpu=max_lens_cpu,
             plan=plan,
         )
 
@@ -398,6 +393,34 @@ class DDTreeWorker(DFlashWorkerV2):
         """[b, max_path]: rows of the packed [b * N, ...] tensors."""
         first = torch.arange(path.shape[0], device=path.device) * self.num_nodes
         return path + first[:, None]
+
+
+def host_lens(
+    batch: ScheduleBatch, carried: DFlashDraftInputV2, num_nodes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[b] on the host, at least: the prefix lengths; the prefix lengths + num_nodes."""
+    if batch.seq_lens_cpu is not None:
+        return batch.seq_lens_cpu, batch.seq_lens_cpu + num_nodes
+    # Where no backend wants lengths on the host, what is reserved bounds both.
+    reserved = carried.nxt_kv_lens_cpu
+    if reserved is None:
+        reserved = torch.tensor([req.kv.kv_allocated_len for req in batch.reqs])
+    return reserved, reserved
+
+
+def usable_ranks(wanted: Optional[int], num_nodes: int, vocab_size: int) -> int:
+    """Ranks of a draft position that can become nodes, as far as the kernel goes."""
+    useful = min(num_nodes - 1, vocab_size)
+    ranks = min(wanted or useful, useful, sgl_kernel_sm120.tree.MAX_TOPK)
+    if wanted is None and ranks < useful:
+        logger.info(
+            "DDTREE: a tree of %d nodes could use %d ranks of a draft position; it gets "
+            "%d, the kernel's limit.",
+            num_nodes,
+            useful,
+            ranks,
+        )
+    return ranks
 
 
 def verify_backend_of(backend):

@@ -22,8 +22,9 @@ class KDTreeSpec(msgspec.Struct):
 
     speculative_ddtree_topk: A[
         Optional[int],
-        "DDTREE only. How many ranks of each draft position the tree may use; at "
-        "most num_draft_tokens - 1 are of use, which is the default. 1 is a chain.",
+        "DDTREE only. How many ranks of each draft position the tree may use, 64 at "
+        "most; 1 is a chain. Default: num_draft_tokens - 1, all that can be of use, "
+        "or 64 where that is less.",
     ] = None
 
 
