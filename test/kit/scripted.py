@@ -3,14 +3,13 @@
 
 import json
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class ScriptedServer:
     """Answers each path with (status, body) from `pages`; a list body is sent as a stream of SSE lines.
 
-    A number in such a list is a pause in seconds.
+    A function in such a list is called before the next line is sent: it can wait for something to happen.
     """
 
     def __init__(self):
@@ -31,8 +30,8 @@ class ScriptedServer:
                 self.end_headers()
                 if isinstance(page, list):
                     for message in page:
-                        if isinstance(message, float):
-                            time.sleep(message)
+                        if callable(message):
+                            message()
                             continue
                         text = message if isinstance(message, str) else json.dumps(message)
                         self.wfile.write(f"data: {text}\n\n".encode())

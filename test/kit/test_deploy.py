@@ -63,8 +63,10 @@ class TestRecipe:
             "plan", "--model", data / "kimi_k2_6.json", "--draft", data / "kimi_k2_6_dflash.json", "--context", 200_000,
             "--mem-fraction-static", RECIPE["mem-fraction-static"],
         )  # fmt: skip
-        planned = {name[2:]: value for name, value in document["command"]["flags"] if not name.endswith("-path")}
-        assert {key: str(RECIPE[key]) for key in planned} == planned
+        # A switch of the command line is a true in the recipe.
+        flags = {name[2:]: value or "True" for name, value in document["command"]["flags"]}
+        planned = {name: value for name, value in flags.items() if not name.endswith("-path")}
+        assert {key: str(RECIPE[key]) for key in planned} == planned and "trust-remote-code" in planned
         assert document["rank_bytes"]["margin"] > 0
 
     def test_no_secret_and_no_address_in_it(self):

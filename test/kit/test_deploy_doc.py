@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from kit.test_plan import case_study
+from kit.test_plan import eight_cards
 
 from sglang.kdtree.cli import VERBS, build_parser
 from sglang.kdtree.plan import buffers
@@ -62,7 +62,7 @@ def test_the_table_of_pools_is_what_plan_prints(cli, data):
 
 def test_the_case_studys_pools_by_plan(cli, data):
     for fraction, observed in ((0.85, "101,134"), (0.93, "195,011")):
-        _, document = cli(*case_study(data, "--context", 90_000, "--mem-fraction-static", fraction))
+        _, document = cli(*eight_cards(data, "--context", 90_000, "--mem-fraction-static", fraction))
         assert observed in TEXT and f"{document['pool']['tokens']:,}" in TEXT
 
 

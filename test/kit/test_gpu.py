@@ -3,6 +3,8 @@
 
 import argparse
 import csv
+import functools
+import threading
 from types import SimpleNamespace
 
 import jsonschema
@@ -164,32 +166,70 @@ def arguments(**changes):
     return argparse.Namespace(**(defaults | changes))
 
 
+class Clock:
+    """Counts its readings as seconds, and those of the request's thread on their own."""
+
+    def __init__(self):
+        self.read = threading.Condition()
+        self.sampled, self.received = [], []
+
+    def __call__(self):
+        times = self.sampled if threading.current_thread() is threading.main_thread() else self.received
+        with self.read:
+            times.append(float(len(self.sampled) + len(self.received)))
+            self.read.notify_all()
+            return times[-1]
+
+    def wait_for(self, condition):
+        with self.read:
+            assert self.read.wait_for(condition, timeout=600)
+
+    def wait_for_samples(self, count, *, after):
+        """Returns when so many samples were taken after the request's thread read this clock `after` times."""
+        self.wait_for(lambda: len(self.received) >= after)
+        begin = self.received[after - 1]
+        self.wait_for(lambda: sum(at > begin for at in self.sampled) > count)  # the last one may not be complete
+
+
 class TestVerb:
     def test_watching_writes_csv_and_plot(self, tmp_path):
-        args = arguments(watch=0.05, csv=tmp_path / "s.csv", plot=tmp_path / "s.png", gpus="1")
-        result = gpu.run(args, Console(stderr=True), nvml=Nvml(FakeNvml()))
+        args = arguments(watch=10, csv=tmp_path / "s.csv", plot=tmp_path / "s.png", gpus="1")
+        result = gpu.run(args, Console(stderr=True), nvml=Nvml(FakeNvml()), clock=Clock())
         document = result.document()
         jsonschema.validate(document, SCHEMAS["probe-gpu"])
         assert document["phases"]["watch"]["regime"]["name"] == "latency-bound" and result.exit_code == 1
         assert document["gpus"] == [{"index": 1, "name": "NVIDIA RTX PRO 6000 Blackwell"}]
         rows = list(csv.DictReader((tmp_path / "s.csv").open()))
-        assert len(rows) == document["phases"]["watch"]["means"]["samples"] >= 2
+        # Read once for the end at 10 s; then a look at the clock and a sample by turns: at 2, 4, 6, 8 s and at 10 s.
+        assert [float(row["at_s"]) for row in rows] == [2.0, 4.0, 6.0, 8.0]
+        assert document["phases"]["watch"]["means"]["samples"] == 4
         assert {row["gpu"] for row in rows} == {"1"} and rows[0]["power_w"] == "133.0"
         assert (tmp_path / "s.png").read_bytes()[:4] == b"\x89PNG"
 
     def test_a_decode_is_run_and_its_bandwidth_derived(self, scripted, data):
-        stream = sglang_stream([1, 9, 17, 25, 33], prompt_tokens=300, verify=4)
-        scripted.pages["/generate"] = (200, [0.05, *(part for message in stream for part in (message, 0.03))])
+        clock = Clock()
+
+        def generate(body):
+            """One sample at least before each message: `after` counts the sending and the messages received."""
+            stream = sglang_stream([1, 9, 17, 25, 33], prompt_tokens=300, verify=4)
+            waits = [functools.partial(clock.wait_for_samples, 2, after=1 + i) for i in range(len(stream))]
+            return [part for pair in zip(waits, stream, strict=True) for part in pair]
+
+        scripted.pages["/generate"] = (200, generate)
         scripted.pages["/tokenize"] = (200, lambda body: {"count": len(body["prompt"].split())})
-        args = arguments(url=scripted.url, model_config=data / "kimi_k2_6.json")
-        result = gpu.run(args, Console(stderr=True), nvml=Nvml(FakeNvml(sm=99, memory=60)))
+        args = arguments(url=scripted.url, model_config=data / "kimi_k2_6.json", timeout=600.0)
+        result = gpu.run(args, Console(stderr=True), nvml=Nvml(FakeNvml(sm=99, memory=60)), clock=clock)
         document = result.document()
         jsonschema.validate(document, SCHEMAS["probe-gpu"])
         decode = document["decode"]
+        sent, first, *_, last = clock.received
+        assert len(clock.received) == 6 and decode["step_ms"] == pytest.approx(1000 * (last - first) / 4)
         assert decode["accept_length"] == 8.0 and decode["kv_bytes_per_token_per_rank"] == 70_272
         assert decode["effective_kv_gb_s"] == pytest.approx(300 * 70_272 / (decode["step_ms"] / 1000) / 1e9)
         assert decode["peak_gb_s"] == 1792.0
-        assert 20 < decode["step_ms"] < 500 and set(document["phases"]) == {"prefill", "decode"}
+        samples = {phase: row["means"]["samples"] for phase, row in document["phases"].items()}
+        assert samples.keys() == {"prefill", "decode"}
+        assert samples["prefill"] >= 2 * 2 and samples["decode"] >= 4 * 2 * 2, "two GPUs, two samples for each message"
 
     def test_samples_are_told_apart_by_the_first_token(self):
         reply = Reply(

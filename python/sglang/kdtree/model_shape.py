@@ -45,6 +45,7 @@ class TargetShape(msgspec.Struct, frozen=True, kw_only=True):
     tied_embeddings: bool
     vision_params: int
     max_positions: int
+    brings_code: bool  # config.json names Python files of the checkpoint
     quantisation: Quantisation
 
 
@@ -84,9 +85,16 @@ def config_path(path: Path) -> Path:
     return path / "config.json" if path.is_dir() else path
 
 
-def load_target(path: Path) -> TargetShape:
+def load_target(
+    path: Path,
+    *,
+    argument: str = "--model",
+    quantisation: Quantisation | None = None,
+) -> TargetShape:
+    """quantisation: instead of the one that config.json names, which may be unknown here."""
     source = config_path(path)
-    return target_shape(read_json(source, argument="--model"), source=str(source))
+    config = read_json(source, argument=argument)
+    return target_shape(config, source=str(source), quantisation=quantisation)
 
 
 def load_drafter(path: Path) -> DrafterShape:
@@ -130,7 +138,9 @@ class _Keys:
         return default if self.config.get(name) in (None, 0) else self.positive(name)
 
 
-def target_shape(config: Any, *, source: str) -> TargetShape:
+def target_shape(
+    config: Any, *, source: str, quantisation: Quantisation | None = None
+) -> TargetShape:
     outer = _Keys(config, source=source).config
     has_vision = "vision_config" in outer
     keys = _Keys(outer.get("text_config", outer), source=source)
@@ -156,7 +166,8 @@ def target_shape(config: Any, *, source: str) -> TargetShape:
         tied_embeddings=bool(keys.config.get("tie_word_embeddings", False)),
         vision_params=KIMI_VISION_PARAMS if has_vision else 0,
         max_positions=keys.positive("max_position_embeddings"),
-        quantisation=_quantisation(outer, keys.config, source=source),
+        brings_code="auto_map" in outer,
+        quantisation=quantisation or _quantisation(outer, keys.config, source=source),
     )
 
 
@@ -170,41 +181,62 @@ def _quantisation(outer: dict, text: dict, *, source: str) -> Quantisation:
     config = outer.get("quantization_config") or text.get("quantization_config")
     if not config:
         return BF16
-    method = str(config.get("quant_method", config.get("quant_algo", ""))).lower()
+    method = _entry(config, "quant_method") or _entry(config, "quant_algo")
     if method == "fp8":
-        rows, columns = config.get("weight_block_size") or (128, 128)
-        return Quantisation(
-            name="fp8-block", bits=8 + 32 / (rows * columns), quantised=frozenset(PARTS)
-        )
+        block = config.get("weight_block_size") or [128, 128]
+        if _is_block(block):
+            scale_bits = 32 / (block[0] * block[1])
+            return Quantisation(
+                name="fp8-block", bits=8 + scale_bits, quantised=frozenset(PARTS)
+            )
+        raise _unknown(source, "weight_block_size", "two positive integers", block)
     if method == "compressed-tensors":
         return _compressed_tensors(config, source=source)
     if method in ("modelopt", "modelopt_fp4", "nvfp4"):
         return NAMED_QUANTISATION["nvfp4"]
-    raise KitError(
-        what=f"{source}: quantization_config.quant_method",
-        expected="fp8, compressed-tensors or modelopt",
-        got=repr(method),
+    raise _unknown(
+        source, "quant_method", "fp8, compressed-tensors or modelopt", method or config
+    )
+
+
+def _entry(config: Any, name: str) -> str:
+    value = config.get(name) if isinstance(config, dict) else None
+    return value.lower() if isinstance(value, str) else ""
+
+
+def _is_block(block: Any) -> bool:
+    return (
+        isinstance(block, list)
+        and len(block) == 2
+        and all(isinstance(size, int) and size > 0 for size in block)
+    )
+
+
+def _unknown(source: str, key: str, expected: str, got: Any) -> KitError:
+    return KitError(
+        what=f"{source}: quantization_config.{key}",
+        expected=expected,
+        got=repr(got),
         remedy=f"State it with --weights, one of {', '.join(NAMED_QUANTISATION)}.",
     )
 
 
 def _compressed_tensors(config: dict, *, source: str) -> Quantisation:
-    groups = list((config.get("config_groups") or {}).values())
-    if not groups or not groups[0].get("weights"):
-        raise KitError(
-            what=f"{source}: quantization_config.config_groups",
-            expected="one group with a weights entry",
-            got=repr(config.get("config_groups")),
-            remedy=f"State it with --weights, one of {', '.join(NAMED_QUANTISATION)}.",
-        )
-    weights = groups[0]["weights"]
-    bits, group_size = int(weights["num_bits"]), weights.get("group_size")
-    scale_bits = 8 if weights.get("type") == "float" and bits == 4 else 16
-    ignored = [str(pattern) for pattern in config.get("ignore", [])]
+    groups = config.get("config_groups")
+    first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
+    weights = first.get("weights") if isinstance(first, dict) else None
+    if not isinstance(weights, dict) or not isinstance(weights.get("num_bits"), int):
+        expected = "a group with weights.num_bits"
+        raise _unknown(source, "config_groups", expected, groups)
+    bits, group_size = weights["num_bits"], weights.get("group_size") or 0
+    if not isinstance(group_size, int):
+        raise _unknown(source, "group_size", "an integer", group_size)
+    kind = weights.get("type", "int")
+    scale_bits = 8 if kind == "float" and bits == 4 else 16
+    ignored = [str(pattern) for pattern in config.get("ignore") or []]
     return Quantisation(
-        name=f"{weights.get('type', 'int')}{bits}"
-        + (f"-g{group_size}" if group_size else ""),
-        bits=bits + (scale_bits / group_size if group_size else 0),
+        name=f"{kind}{bits}" + (f"-g{group_size}" if group_size > 0 else ""),
+        bits=bits + (scale_bits / group_size if group_size > 0 else 0),
         quantised=frozenset(
             part
             for part, name in _SAMPLE_NAME.items()
@@ -221,10 +253,17 @@ _SAMPLE_NAME = {
 }
 
 
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.match(pattern, name) is not None
+    except re.error:  # a pattern of another dialect covers nothing that we know of
+        return False
+
+
 def _is_ignored(name: str, patterns: list[str]) -> bool:
     for pattern in patterns:
         if pattern.startswith("re:"):
-            if re.match(pattern[3:], name) or re.match(pattern[3:], f"language_{name}"):
+            if any(_matches(pattern[3:], n) for n in (name, f"language_{name}")):
                 return True
         elif name == pattern or name.startswith(pattern + "."):
             return True
@@ -233,7 +272,8 @@ def _is_ignored(name: str, patterns: list[str]) -> bool:
 
 def drafter_shape(config: Any, *, source: str) -> DrafterShape:
     keys = _Keys(config, source=source)
-    dflash = keys.config.get("dflash_config") or {}
+    dflash = keys.config.get("dflash_config")
+    dflash = dflash if isinstance(dflash, dict) else {}
     layers = dflash.get("target_layer_ids") or keys.config.get("target_layer_ids")
     if not isinstance(layers, list) or not layers:
         raise KitError(
@@ -252,5 +292,6 @@ def drafter_shape(config: Any, *, source: str) -> DrafterShape:
         head_dim=keys.optional("head_dim", hidden // heads),
         intermediate=keys.positive("intermediate_size"),
         target_features=len(layers),
-        block_size=dflash.get("block_size") or keys.config.get("block_size"),
+        block_size=_Keys(dflash, source=source).optional("block_size", None)
+        or keys.optional("block_size", None),
     )

@@ -53,12 +53,12 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 def read_json(path: Path, *, argument: str) -> Any:
     try:
-        text = path.read_text()
-    except OSError as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise KitError(
             what=f"{argument} {path}",
             expected="a readable JSON file",
-            got=error.strerror or str(error),
+            got=getattr(error, "strerror", None) or str(error),
             remedy="Check the path.",
         ) from error
     try:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Solve the pool equation for what observed pools say about a machine.
 
-Two observations (f1, n1), (f2, n2) of tokens = (P f - R) / c fix two of P, R, c. The slope gives
-P / c and the intercept R / c, so the third has to be assumed: c from the formula, P from the
-card, or R from the weights. All three are reported; one that contradicts a known fact (less
-resident than the weights, more free than the card has) is not used.
+Two observations (f1, n1), (f2, n2) of tokens = (P f - R) / c fix P / c and R / c; one of P, R, c
+has to be assumed: c from the formula, P from the card, or R from the weights. All three readings
+are reported; one that contradicts a known fact (less resident than the weights, more free than
+the card has) is not used.
 """
 
 from __future__ import annotations
@@ -19,6 +19,18 @@ from sglang.kdtree.errors import KitError
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
     fraction: float
     tokens: int
+
+
+class Known(msgspec.Struct, frozen=True, kw_only=True):
+    """What the plan derives or assumes, in bytes of one rank."""
+
+    free: int
+    resident: (
+        int  # when the pool is sized: weights and what is kept out of the KV budget
+    )
+    weights: int
+    cell: float  # a token
+    card: int
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,8 +53,36 @@ def parse_observation(text: str) -> Observation:
     return Observation(fraction=float(match[1]), tokens=int(match[2]))
 
 
-def slope_and_intercept(first: Observation, second: Observation) -> tuple[float, float]:
-    """P / c and R / c."""
+def calibrations(observations: list[Observation], *, known: Known) -> list[Calibration]:
+    """Every way to read the observations, the preferred one first; [] without any."""
+    if not observations:
+        return []
+    if len(observations) == 1:
+        return [_from_one(observations[0], known=known)]
+    if len(observations) > 2:
+        raise KitError(
+            what="--observed",
+            expected="one or two observations",
+            got=str(len(observations)),
+            remedy="Give the two that lie furthest apart.",
+        )
+    return _from_two(*observations, known=known)
+
+
+def _from_one(observation: Observation, *, known: Known) -> Calibration:
+    """One observation fixes the resident memory."""
+    return _checked(
+        free=known.free,
+        resident=known.free * observation.fraction - observation.tokens * known.cell,
+        cell=known.cell,
+        assumed="none",
+        known=known,
+    )
+
+
+def _from_two(
+    first: Observation, second: Observation, *, known: Known
+) -> list[Calibration]:
     if first.fraction == second.fraction:
         raise KitError(
             what="--observed",
@@ -51,100 +91,66 @@ def slope_and_intercept(first: Observation, second: Observation) -> tuple[float,
             remedy="Observe the pool at another --mem-fraction-static.",
         )
     slope = (second.tokens - first.tokens) / (second.fraction - first.fraction)
-    return slope, slope * first.fraction - first.tokens
+    intercept = slope * first.fraction - first.tokens
+    if slope <= 0 or intercept <= 0:
+        raise KitError(
+            what="--observed",
+            expected="a pool that grows with the fraction, faster than in proportion to it",
+            got=f"{first.tokens} tokens at {first.fraction:g} and {second.tokens} at {second.fraction:g}",
+            remedy="Take both from starts that differ in nothing but --mem-fraction-static.",
+        )
+    cells = {
+        "cell": known.cell,
+        "free": known.free / slope,
+        "resident": known.resident / intercept,
+    }
+    return [
+        _checked(
+            free=slope * cell,
+            resident=intercept * cell,
+            cell=cell,
+            assumed=assumed,
+            known=known,
+        )
+        for assumed, cell in cells.items()
+    ]
 
 
-def with_cell(
-    first: Observation, second: Observation, *, cell_bytes: float, weight_bytes: int
+def _checked(
+    *, free: float, resident: float, cell: float, assumed: str, known: Known
 ) -> Calibration:
-    slope, intercept = slope_and_intercept(first, second)
-    resident = round(intercept * cell_bytes)
     contradiction = ""
-    if resident < weight_bytes:
+    if round(resident) < known.weights:
         contradiction = (
             f"the solved resident memory, {resident / 1e9:.1f} GB, is less than the weights alone, "
-            f"{weight_bytes / 1e9:.1f} GB: a token costs more than {cell_bytes:,.0f} B on this machine"
+            f"{known.weights / 1e9:.1f} GB"
         )
+    elif round(free) > known.card:
+        contradiction = f"the solved free memory, {free / 1e9:.1f} GB, is more than the card has, {known.card / 1e9:.1f} GB"
     return Calibration(
-        free_bytes=round(slope * cell_bytes),
-        resident_bytes=resident,
-        cell_bytes=cell_bytes,
-        assumed="cell",
-        contradiction=contradiction,
-    )
-
-
-def with_free(
-    first: Observation, second: Observation, *, free_bytes: int, weight_bytes: int
-) -> Calibration:
-    slope, intercept = slope_and_intercept(first, second)
-    cell = free_bytes / slope
-    resident = round(intercept * cell)
-    contradiction = ""
-    if resident < weight_bytes:
-        contradiction = (
-            f"the solved resident memory, {resident / 1e9:.1f} GB, is less than the weights alone, "
-            f"{weight_bytes / 1e9:.1f} GB"
-        )
-    return Calibration(
-        free_bytes=free_bytes,
-        resident_bytes=resident,
+        free_bytes=round(free),
+        resident_bytes=round(resident),
         cell_bytes=cell,
-        assumed="free",
+        assumed=assumed,
         contradiction=contradiction,
-    )
-
-
-def with_resident(
-    first: Observation, second: Observation, *, resident_bytes: int, card_bytes: int
-) -> Calibration:
-    slope, intercept = slope_and_intercept(first, second)
-    cell = resident_bytes / intercept
-    free = round(slope * cell)
-    contradiction = ""
-    if free > card_bytes:
-        contradiction = f"the solved free memory, {free / 1e9:.1f} GB, is more than the card has, {card_bytes / 1e9:.1f} GB"
-    return Calibration(
-        free_bytes=free,
-        resident_bytes=resident_bytes,
-        cell_bytes=cell,
-        assumed="resident",
-        contradiction=contradiction,
-    )
-
-
-def with_one(
-    observation: Observation, *, free_bytes: int, cell_bytes: float
-) -> Calibration:
-    """One observation fixes the resident memory."""
-    resident = round(
-        free_bytes * observation.fraction - observation.tokens * cell_bytes
-    )
-    return Calibration(
-        free_bytes=free_bytes,
-        resident_bytes=resident,
-        cell_bytes=cell_bytes,
-        assumed="none",
-        contradiction="",
     )
 
 
 def free_from_pools(
-    observations: list[Observation], *, resident_bytes: int, cell_bytes: float
+    observations: list[tuple[Observation, float]], *, resident_bytes: int
 ) -> int:
-    """The one free-memory figure that puts the largest relative error of all pools at its least.
+    """The one free-memory figure that misses two pools by the same share in opposite directions.
 
-    The first and the last pool err by the same share in opposite directions.
+    observations: each with the bytes of a token at that start.
     """
-    low, high = (
-        min(observations, key=lambda o: o.fraction),
-        max(observations, key=lambda o: o.fraction),
+    (low, low_cell), (high, high_cell) = sorted(
+        observations, key=lambda pair: pair[0].fraction
     )
-    weight_low, weight_high = (
-        1 / (cell_bytes * low.tokens),
-        1 / (cell_bytes * high.tokens),
+    low_weight, high_weight = (
+        1 / (low_cell * low.tokens),
+        1 / (high_cell * high.tokens),
     )
     return round(
-        (2 + resident_bytes * (weight_low + weight_high))
-        / (low.fraction * weight_low + high.fraction * weight_high)
+        (2 + resident_bytes * (low_weight + high_weight))
+        / (low.fraction * low_weight + high.fraction * high_weight)
     )

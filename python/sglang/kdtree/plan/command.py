@@ -14,6 +14,7 @@ def launch_flags(
 ) -> list[tuple[str, str]]:
     flags = [
         ("--model-path", model),
+        *([("--trust-remote-code", "")] if wish.target.brings_code else []),
         ("--tp-size", str(wish.gpus)),
         ("--attention-backend", wish.backend),
         ("--mem-fraction-static", f"{fraction:g}"),

@@ -4,7 +4,8 @@
 tokens = floor((P * f - R) / c), then down to a whole page, where
   P  free GPU memory before the weights are loaded (the least of all ranks),
   f  --mem-fraction-static,
-  R  what is resident when the pool is sized: weights, library workspaces,
+  R  what is resident when the pool is sized (weights, library workspaces) and what is kept
+     out of the KV budget (the cache of image embeddings of a multimodal model),
   c  KV bytes per token on one rank (target and drafter).
 The remaining P * (1 - f) is the slack for everything allocated later.
 """
@@ -15,6 +16,9 @@ import msgspec
 
 from sglang.kdtree.model_shape import DrafterShape, TargetShape
 
+# SGLANG_VLM_CACHE_SIZE_MB of the pinned release. --mm-feature-transport cuda_ipc or cuda_vmm
+# would keep 1 GiB more; on the hosts planned for here the transport is cpu unless it is asked for.
+EMBEDDING_CACHE_BYTES = 100 << 20
 ELEMENT_BYTES = {"bf16": 2, "fp8": 1}
 
 
@@ -26,14 +30,21 @@ class Accounting(msgspec.Struct, frozen=True, kw_only=True):
         bool  # target bytes scaled by layer count instead of the drafter's own
     )
     drafter_weights_in_slack: bool  # drafter loaded after the pool was sized
+    embedding_cache_reserved: bool  # of a multimodal model, out of the KV budget
 
 
 ACCOUNTING = {
     "own-geometry": Accounting(
-        name="own-geometry", drafter_kv_by_layers=False, drafter_weights_in_slack=False
+        name="own-geometry",
+        drafter_kv_by_layers=False,
+        drafter_weights_in_slack=False,
+        embedding_cache_reserved=True,
     ),
     "layer-scaled": Accounting(
-        name="layer-scaled", drafter_kv_by_layers=True, drafter_weights_in_slack=True
+        name="layer-scaled",
+        drafter_kv_by_layers=True,
+        drafter_weights_in_slack=True,
+        embedding_cache_reserved=False,
     ),
 }
 

@@ -23,8 +23,9 @@ KNOWN_GPUS = {
     "h200": Gpu(name="H200", total_bytes=143_771 * MIB),
 }
 # Taken before SGLang's baseline is read: driver context, library workspaces and, with more than
-# one GPU, the buffers of the collectives. Assumed. The figure for several GPUs is the one that
-# brings both pools of the case study (8 x RTX PRO 6000, TP 8) equally close, see calibrate.py.
+# one GPU, the buffers of the collectives. Assumed. The figure for several GPUs misses two pools
+# seen on 8 x RTX PRO 6000 (Kimi K2.6, TP 8: 101,134 tokens at 0.85, 195,011 at 0.93) by the same
+# share in opposite directions, see calibrate.free_from_pools and docs/deploy-kimi-k2.6.md.
 RESERVED_ONE_GPU = 1_024 * MIB
 RESERVED_MANY_GPUS = 3_645 * MIB
 

@@ -12,9 +12,9 @@ from sglang.kdtree.model_shape import DrafterShape, TargetShape
 from sglang.kdtree.plan import buffers, kv_pool, machine, weights
 from sglang.kdtree.plan.calibrate import Calibration
 
-# The highest fraction that the case study's machine is known to have run with.
+# On 8 x RTX PRO 6000 with Kimi K2.6, TP 8, and its drafter.
 PROVEN_FRACTION = 0.93
-CASE_STUDY_OUT_OF_MEMORY = 0.94
+OUT_OF_MEMORY_FRACTION = 0.94  # at a 32k prefill
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +56,12 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
         return math.ceil((self.context + reserve) / self.page_size) * self.page_size
 
     @property
+    def embedding_cache_bytes(self) -> int:
+        reserved = self.accounting.embedding_cache_reserved
+        has_images = self.target.vision_params > 0
+        return kv_pool.EMBEDDING_CACHE_BYTES if reserved and has_images else 0
+
+    @property
     def wanted_tokens(self) -> int:
         return self.requests_per_rank * self.row_tokens
 
@@ -70,6 +76,7 @@ class Static(msgspec.Struct, frozen=True, kw_only=True):
     cell_bytes: float
     target_parts: list[weights.WeightPart]
     drafter_parts: list[weights.WeightPart]
+    resident_parts: list[weights.WeightPart]  # loaded before the pool is sized
     late: dict[str, int]  # allocated after the pool was sized
 
     @property
@@ -145,12 +152,12 @@ def static_memory(wish: Wish) -> Static:
         kv_dtype=wish.kv_dtype,
         accounting=wish.accounting,
     )
-    resident = weights.rank_bytes(target_parts)
-    late = late_allocations(wish)
+    late, resident_parts = late_allocations(wish), target_parts
     if wish.accounting.drafter_weights_in_slack:
         late["drafter weights"] = weights.rank_bytes(drafter_parts)
     else:
-        resident += weights.rank_bytes(drafter_parts)
+        resident_parts = target_parts + drafter_parts
+    resident = weights.rank_bytes(resident_parts) + wish.embedding_cache_bytes
     free, cell = (
         wish.gpu.total_bytes - wish.reserved_bytes,
         float(target_cell + drafter_cell),
@@ -167,6 +174,7 @@ def static_memory(wish: Wish) -> Static:
         cell_bytes=cell,
         target_parts=target_parts,
         drafter_parts=drafter_parts,
+        resident_parts=resident_parts,
         late=late,
     )
 
@@ -182,7 +190,7 @@ def late_allocations(wish: Wish) -> dict[str, int]:
     if wish.backend == "triton":
         backend = buffers.triton_buffer_bytes(**shape)
     else:
-        backend = buffers.kdtree_buffer_bytes(**shape)
+        backend = buffers.kdtree_buffer_bytes(**shape, page_size=wish.page_size)
     return {
         "prefill activations": buffers.activation_bytes(chunk=wish.chunk),
         f"{wish.backend} graph and mask buffers": backend,

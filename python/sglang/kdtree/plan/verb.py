@@ -14,7 +14,7 @@ from sglang.kdtree.model_shape import NAMED_QUANTISATION, load_drafter, load_tar
 from sglang.kdtree.plan import buffers, calibrate, kv_pool, machine, weights
 from sglang.kdtree.plan.command import ENVIRONMENT, launch_flags, shell_command
 from sglang.kdtree.plan.solve import (
-    CASE_STUDY_OUT_OF_MEMORY,
+    OUT_OF_MEMORY_FRACTION,
     Outcome,
     Static,
     Wish,
@@ -23,6 +23,9 @@ from sglang.kdtree.plan.solve import (
     static_memory,
 )
 from sglang.kdtree.result import Result
+
+# How far the plan was from the two pools that it could be compared with.
+POOL_ERROR = 0.03
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -149,10 +152,15 @@ def run(args: argparse.Namespace, console: Any) -> Result:
     del console
     wish = wish_from(args)
     observations = [calibrate.parse_observation(text) for text in args.observed]
-    calibrations = calibrations_for(wish, observations)
+    calibrations = calibrate.calibrations(observations, known=known_of(wish))
     chosen = next((c for c in calibrations if not c.contradiction), None)
     wish = msgspec.structs.replace(wish, calibration=chosen)
     static, outcome = solve(wish, fraction=args.mem_fraction_static)
+    unread = (
+        ["every reading of --observed contradicts a known fact: it was not used."]
+        if calibrations and not chosen
+        else []
+    )
     alternatives = (
         [] if outcome.fits else nearest_wishes(wish, fraction=args.mem_fraction_static)
     )
@@ -167,7 +175,7 @@ def run(args: argparse.Namespace, console: Any) -> Result:
             msgspec.to_builtins(c) | {"used": c is chosen} for c in calibrations
         ],
         "assumptions": assumptions(wish, static),
-        "warnings": warnings(wish, static, outcome),
+        "warnings": unread + warnings(wish, static, outcome),
         "alternatives": [
             {
                 "change": label,
@@ -204,11 +212,7 @@ def wish_from(args: argparse.Namespace) -> Wish:
             got=str(args.mem_fraction_static),
             remedy="Typical values are 0.80 to 0.94.",
         )
-    target = load_target(args.model)
-    if args.weights:
-        target = msgspec.structs.replace(
-            target, quantisation=NAMED_QUANTISATION[args.weights]
-        )
+    target = load_target(args.model, quantisation=NAMED_QUANTISATION.get(args.weights))
     drafter = load_drafter(args.draft) if args.draft else None
     block = drafter.block_size if drafter else None
     return Wish(
@@ -246,33 +250,15 @@ def _require_positive(name: str, value: int) -> None:
         )
 
 
-def calibrations_for(
-    wish: Wish, observations: list[calibrate.Observation]
-) -> list[calibrate.Calibration]:
-    """Every way to read the observations, the preferred one first."""
-    if not observations:
-        return []
+def known_of(wish: Wish) -> calibrate.Known:
     static = static_memory(wish)
-    cell, free = static.cell_bytes, static.free_bytes
-    if len(observations) == 1:
-        return [calibrate.with_one(observations[0], free_bytes=free, cell_bytes=cell)]
-    if len(observations) > 2:
-        raise KitError(
-            what="--observed",
-            expected="one or two observations",
-            got=str(len(observations)),
-            remedy="Give the two that lie furthest apart.",
-        )
-    weight_bytes = weights.rank_bytes(static.target_parts)
-    return [
-        calibrate.with_cell(*observations, cell_bytes=cell, weight_bytes=weight_bytes),
-        calibrate.with_free(*observations, free_bytes=free, weight_bytes=weight_bytes),
-        calibrate.with_resident(
-            *observations,
-            resident_bytes=static.resident_bytes,
-            card_bytes=wish.gpu.total_bytes,
-        ),
-    ]
+    return calibrate.Known(
+        free=static.free_bytes,
+        resident=static.resident_bytes,
+        weights=weights.rank_bytes(static.target_parts),
+        cell=static.cell_bytes,
+        card=wish.gpu.total_bytes,
+    )
 
 
 def numbers(wish: Wish, static: Static, outcome: Outcome) -> dict[str, Any]:
@@ -333,16 +319,23 @@ def observed(
 
 
 def assumptions(wish: Wish, static: Static) -> list[dict[str, str]]:
+    tokens_per_gb = 1e9 / static.cell_bytes
     rows = [
         (
-            f"weights {static.resident_bytes / 1e9:.2f} GB a rank",
+            f"weights {weights.rank_bytes(static.resident_parts) / 1e9:.2f} GB a rank",
             "derived",
             "from config.json, part by part",
         ),
         (
+            f"{static.cell_bytes:,.0f} B of KV a token and rank, pool = (free x fraction - resident) / that",
+            "derived",
+            "SGLang's own formula; a pool is the small rest of large figures: "
+            f"1 GB a rank more or less resident is {tokens_per_gb:,.0f} tokens",
+        ),
+        (
             f"{wish.reserved_bytes / 2**20:,.0f} MiB gone before the weights are loaded",
             "assumed",
-            "driver context, libraries, collectives; on several GPUs fitted to the case study's two pools",
+            reserve_reason(wish),
         ),
         (
             f"drafter charged by {wish.accounting.name}",
@@ -352,7 +345,7 @@ def assumptions(wish: Wish, static: Static) -> list[dict[str, str]]:
         (
             f"{buffers.ACTIVATION_BYTES_PER_CHUNK_TOKEN / 1e6:.2f} MB of activations a token of a prefill chunk",
             "calibrated",
-            "0.93 ran and 0.94 ran out of memory on the case study's machine",
+            "on 8 x RTX PRO 6000 with Kimi K2.6, 0.93 ran and 0.94 ran out of memory",
         ),
         (
             "library workspaces and allocator rounding",
@@ -360,6 +353,14 @@ def assumptions(wish: Wish, static: Static) -> list[dict[str, str]]:
             "they lower the pool; calibrate with --observed",
         ),
     ]
+    if wish.embedding_cache_bytes:
+        rows.append(
+            (
+                f"{wish.embedding_cache_bytes / 2**20:,.0f} MiB of the KV budget kept for image embeddings",
+                "derived",
+                "SGLANG_VLM_CACHE_SIZE_MB's default, with images sent by way of the CPU",
+            )
+        )
     if wish.target.vision_params:
         rows.append(
             (
@@ -379,24 +380,47 @@ def assumptions(wish: Wish, static: Static) -> list[dict[str, str]]:
     return [{"what": what, "kind": kind, "why": why} for what, kind, why in rows]
 
 
+def reserve_reason(wish: Wish) -> str:
+    why = "driver context, libraries"
+    if wish.gpus == 1:
+        return why
+    why += ", collectives"
+    if wish.reserved_bytes != machine.RESERVED_MANY_GPUS:
+        return why
+    return (
+        f"{why}; fitted: it misses two pools of 8 x RTX PRO 6000 (Kimi K2.6 and its drafter, TP 8: "
+        "101,134 tokens at 0.85, 195,011 at 0.93) by 2.9 % each, 0.2 and 0.4 GB, in opposite directions"
+    )
+
+
 def warnings(wish: Wish, static: Static, outcome: Outcome) -> list[str]:
     found = [
         "--context-length does not size the pool: memory does. It only limits a request and widens per-request tables."
     ]
-    if outcome.fraction >= CASE_STUDY_OUT_OF_MEMORY:
+    if outcome.fraction >= OUT_OF_MEMORY_FRACTION:
         found.append(
-            f"{outcome.fraction:g} is at or above {CASE_STUDY_OUT_OF_MEMORY}, which ran out of memory at a 32k prefill on "
-            "8 x RTX PRO 6000 (drafter loaded after the pool there): test a full-length prefill before use."
+            f"{outcome.fraction:g} is at or above {OUT_OF_MEMORY_FRACTION}, which ran out of memory at a 32k prefill on "
+            "8 x RTX PRO 6000 (Kimi K2.6, its drafter loaded after the pool): test a full-length prefill before use."
         )
     if outcome.fits and outcome.margin_bytes < 0.005 * static.free_bytes:
         found.append(
             f"only {outcome.margin_bytes / 1e9:.2f} GB of slack are unclaimed."
+        )
+    spare = outcome.pool_tokens / wish.wanted_tokens - 1
+    if outcome.fits and not wish.calibration and spare < POOL_ERROR:
+        found.append(
+            f"the pool is {spare:.1%} larger than the wish, and an uncalibrated plan may be wrong by {POOL_ERROR:.0%}: "
+            "start once, then give --observed."
         )
     if wish.backend == "triton" and wish.tree_size > 1:
         share = static.late["triton graph and mask buffers"]
         found.append(
             f"the Triton backend's graph buffers take {share / 1e9:.2f} GB at --max-running-requests {wish.max_requests}; "
             "they grow with requests x tree size x context."
+        )
+    if wish.target.brings_code:
+        found.append(
+            "--trust-remote-code runs Python files of the checkpoint: read them, and pin the revision."
         )
     if wish.target.kv_lora_rank != 512 or wish.target.rope_dim != 64:
         found.append(
@@ -448,7 +472,7 @@ def render(result: Result, console: Any) -> None:
     for label, value in [
         ("GPU memory", _gb(rank["gpu_total"])),
         ("free before loading", _gb(rank["free_before_load"])),
-        ("resident weights", _gb(rank["resident"])),
+        ("resident when the pool is sized", _gb(rank["resident"])),
         (
             "KV bytes per token",
             f"{cell['used_for_the_pool']:,} B (target {cell['target']:,} + drafter {cell['drafter']:,})",

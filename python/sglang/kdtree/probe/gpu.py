@@ -96,7 +96,11 @@ def run(
             got=str(args.interval),
             remedy="0.1 is usual.",
         )
-    target = load_target(args.model_config) if args.model_config else None
+    target = (
+        load_target(args.model_config, argument="--model-config")
+        if args.model_config
+        else None
+    )
     nvml = nvml or open_nvml()
     gpus = chosen_gpus(args.gpus, len(nvml.handles))
     if args.watch:

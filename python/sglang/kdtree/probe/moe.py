@@ -190,7 +190,7 @@ def numbers(text: str, argument: str) -> list[int]:
 
 
 def expert_read_us(config: Path, bandwidth_gb_s: float) -> float:
-    shape = load_target(config)
+    shape = load_target(config, argument="--model-config")
     if not shape.routed_experts:
         raise KitError(
             what=str(config),
