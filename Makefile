@@ -2,7 +2,8 @@
 # make serve [MODEL=path DRAFT=path ARGS='server flags' PORT=30000]   a server on 127.0.0.1, the small model by default
 # make test                                                          every test that needs no GPU
 # make lint | format | delta | pr
-PYTHON ?= python3.11
+# The interpreter of .venv; empty: the one that .venv has, else the first that upstream has a wheel for.
+PYTHON ?=
 PORT ?= 30000
 MODEL ?=
 DRAFT ?=
@@ -11,24 +12,28 @@ TESTS ?= test
 # Test files run at a time; one file, one process, so that its tests share a server.
 JOBS ?= 2
 # cuda where a GPU is found, else cpu
-SET ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+ifndef SET
+SET := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+endif
 
 BIN := .venv/bin
 VENV := $(BIN)/python
 OVERLAY := cd python && ../$(VENV) -m overlay
 OURS := python/overlay scripts test sgl-kernel-sm120 benchmark
-UPSTREAM_STYLE := python/sglang
+# At upstream's paths: upstream's formatter, import order and lint rules.
+UPSTREAM_STYLE := python/sglang test/registered
 CODE := $(OURS) $(UPSTREAM_STYLE)
-export OMP_NUM_THREADS ?= 1
+export MODEL DRAFT ARGS PORT
 
 .PHONY: serve test environment test-environment gates lint format delta pr
 .DEFAULT_GOAL := test
 
 serve: environment
-	@$(VENV) scripts/serve.py --device $(SET) --port $(PORT) --model '$(MODEL)' --draft '$(DRAFT)' --args '$(ARGS)'
+	@exec $(VENV) scripts/serve.py --device $(SET) --port "$$PORT" --model "$$MODEL" --draft "$$DRAFT" --args "$$ARGS"
 
+# Pools of threads that spin on the same cores are slower than one thread.
 test: gates
-	$(VENV) -m pytest --numprocesses $(JOBS) --dist loadfile $(TESTS)
+	OMP_NUM_THREADS=1 $(VENV) -m pytest --numprocesses $(JOBS) --dist loadfile $(TESTS)
 
 # What stops a change before any test runs: the edits and the caps, the kernels' registers and shared memory, and tables
 # in the documents that are not those of the result files.
@@ -38,15 +43,16 @@ gates: test-environment
 	$(VENV) benchmark/report.py --check
 
 environment:
-	@$(PYTHON) scripts/environment.py --set $(SET)
+	@python=$$(sh scripts/find_python.sh '$(PYTHON)') && exec "$$python" scripts/environment.py --set $(SET)
 
 test-environment:
-	@$(PYTHON) scripts/environment.py --set $(SET) --tests
+	@python=$$(sh scripts/find_python.sh '$(PYTHON)') && exec "$$python" scripts/environment.py --set $(SET) --tests
 
 lint: test-environment
 	$(VENV) -m ruff check $(OURS)
 	$(VENV) -m ruff format --check $(OURS)
-	$(VENV) -m black --check --quiet $(UPSTREAM_STYLE)
+	$(VENV) -m ruff check --config python/upstream-style.toml $(UPSTREAM_STYLE)
+	$(VENV) -m ruff format --check --config python/upstream-style.toml $(UPSTREAM_STYLE)
 	$(VENV) -m isort --check --quiet $(UPSTREAM_STYLE)
 	git ls-files '*.cu' '*.cuh' '*.h' '*.cpp' | xargs -r $(BIN)/clang-format --dry-run --Werror
 	git ls-files '*.py' '*.md' '*.toml' '*.cu' '*.cuh' '*.h' '*.cpp' | xargs $(VENV) -m codespell_lib
@@ -54,8 +60,9 @@ lint: test-environment
 format: test-environment
 	$(VENV) -m ruff check --fix $(OURS)
 	$(VENV) -m ruff format $(OURS)
-	$(VENV) -m black --quiet $(UPSTREAM_STYLE)
+	$(VENV) -m ruff check --fix --config python/upstream-style.toml $(UPSTREAM_STYLE)
 	$(VENV) -m isort --quiet $(UPSTREAM_STYLE)
+	$(VENV) -m ruff format --config python/upstream-style.toml $(UPSTREAM_STYLE)
 	git ls-files '*.cu' '*.cuh' '*.h' '*.cpp' | xargs -r $(BIN)/clang-format -i
 	$(OVERLAY) delta --write ../README.md
 

@@ -3,21 +3,31 @@
 
     environment.py [--set cpu|cuda] [--tests]
 
-Each step has a stamp in .venv: the hash of what the step read. The fork is installed as the wheel that a user gets;
-then our files in it are replaced by links to this checkout, so that saving a file is enough.
+Each step has a stamp in .venv/stamps: the hash of what the step read. Two stamps tell when .venv has to be made anew:
+`environment` names the Python and the place that it was made for, `installing` is there from the begin of an
+installation to its end. The fork is installed as the wheel that a user gets; then our files in it are replaced by links
+to this checkout, so that saving a file is enough.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import hashlib
 import os
+import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import installer
+import preflight
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -32,7 +42,6 @@ REQUIREMENTS = [
     FORK / "constraints-cpu.txt",
     FORK / "pyproject.toml",
 ]
-PROGRESS = ("Collecting ", "Downloading ", "Building wheel", "Installing collected", "Successfully installed")
 
 
 def main() -> int:
@@ -41,50 +50,150 @@ def main() -> int:
     arguments.add_argument("--tests", action="store_true", help="also what the tests and the linters use")
     args = arguments.parse_args()
     chosen = args.set or ("cuda" if has_gpu() else "cpu")
-    if sys.version_info < (3, 11):  # noqa: UP036  the interpreter is whatever make was given
-        raise SystemExit("setup: Python 3.11, 3.12 or 3.13 is needed: make PYTHON=python3.11 ...")
-    if not PYTHON.exists():
-        say(f"creating {VENV.name} with Python {sys.version.split()[0]}")
-        subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], check=True)
-    STAMPS.mkdir(exist_ok=True)
-    install(chosen)
-    if args.tests:
-        step(
-            "tests",
-            digest(TESTS),
-            "installing what the tests use",
-            lambda: pip("install", "-r", TESTS, *constraints(chosen)),
-        )
+    signal.signal(signal.SIGTERM, stop_once)
+    try:
+        with only_one() as lock:
+            Setup(chosen, args.tests, lock).bring_up_to_date()
+    except KeyboardInterrupt:
+        raise SystemExit("setup: stopped; make again continues") from None
     return 0
 
 
-def install(chosen: str) -> None:
-    def whole() -> None:
-        remove_fork()
-        pip("install", KERNELS, f"{FORK}[{chosen},kit]", *constraints(chosen), chosen=chosen)
+def stop_once(number: int, _) -> None:
+    """make hands on what the whole group may have got already; the second one must not disturb the clean-up."""
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(128 + number)
+
+
+class Setup:
+    def __init__(self, chosen: str, tests: bool, lock: int):
+        self.chosen, self.tests, self.lock = chosen, tests, lock
+
+    def bring_up_to_date(self) -> None:
+        reason = why_anew()
+        complaints = preflight.complaints(self.chosen, tests=self.tests, new=bool(reason), place=VENV)
+        if complaints:
+            raise SystemExit("\n".join(["setup: not possible here, nothing was changed:", *bulleted(complaints)]))
+        if reason:
+            self.make_anew(reason)
+        self.step(
+            "requirements",
+            self.chosen + digest(*REQUIREMENTS),
+            f"installing the fork ({self.chosen} set); takes some minutes",
+            self.install,
+        )
+        self.step("kernels", digest(KERNELS), "building the kernel package", self.install_kernels)
+        self.step("fork", digest(FORK / "overlay", FORK / "edits") + names(FORK / "sglang"), "linking the fork", link)
+        if self.tests:
+            self.step("tests", digest(TESTS), "installing what the tests use", self.install_tests)
+
+    def make_anew(self, reason: str) -> None:
+        say(f"making .venv with Python {platform.python_version()}: {reason}")
+        empty()
+        made = subprocess.run([sys.executable, "-m", "venv", VENV], capture_output=True, text=True)
+        if made.returncode:
+            said = (made.stdout + made.stderr).strip().splitlines()[-installer.TAIL_LINES :]
+            raise SystemExit("\n".join(["setup: python -m venv failed:", *bulleted(said)]))
+        stamp("environment").write_text(identity())
+
+    def step(self, name: str, value: str, message: str, action: Callable[[], None]) -> None:
+        """Run the action unless its stamp says that it ran on the same inputs."""
+        if stamp(name).exists() and stamp(name).read_text() == value:
+            return
+        say(message)
+        started = time.monotonic()
+        stamp(name).unlink(missing_ok=True)
+        action()
+        stamp(name).write_text(value)
+        say(f"done in {time.monotonic() - started:.0f} s")
+
+    def install(self) -> None:
+        """Everything in one call, so that pip resolves once."""
+        self.remove_fork()
+        tests = ["-r", TESTS] if self.tests else []
+        self.pip("install", KERNELS, f"{FORK}[{self.chosen},kit]", *tests, *constraints(self.chosen))
         stamp("kernels").write_text(digest(KERNELS))
+        if self.tests:
+            stamp("tests").write_text(digest(TESTS))
         stamp("fork").unlink(missing_ok=True)
 
-    def kernels() -> None:
-        pip("install", "--no-deps", "--force-reinstall", KERNELS, chosen=chosen)
+    def install_kernels(self) -> None:
+        self.pip("install", "--no-deps", "--force-reinstall", KERNELS)
 
-    step(
-        "requirements", chosen + digest(*REQUIREMENTS), f"installing the fork ({chosen} set); takes some minutes", whole
-    )
-    step("kernels", digest(KERNELS), "building the kernel package", kernels)
-    step("fork", digest(FORK / "overlay", FORK / "edits") + names(FORK / "sglang"), "linking the fork", link)
+    def install_tests(self) -> None:
+        self.pip("install", "-r", TESTS, *constraints(self.chosen))
+
+    def remove_fork(self) -> None:
+        """pip would leave behind what was linked later than installed."""
+        if (site_packages() / "sglang").exists():
+            self.pip("uninstall", "--yes", "sglang")
+            shutil.rmtree(site_packages() / "sglang", ignore_errors=True)
+
+    def pip(self, *arguments: str | Path) -> None:
+        command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
+        if arguments[0] == "install":
+            command.append("--no-compile")  # Python compiles the part that is imported, pip would compile everything
+        stamp("installing").touch()
+        try:
+            installer.run(command, log=LOG, environment=installer.settings(self.chosen), lock=self.lock)
+        except installer.Failed as failed:
+            if not failed.began:
+                stamp("installing").unlink()
+            raise SystemExit(str(failed)) from None
+        stamp("installing").unlink()
 
 
-def step(name: str, value: str, message: str, action: Callable[[], None]) -> None:
-    """Run the action unless its stamp says that it ran on the same inputs."""
-    if stamp(name).exists() and stamp(name).read_text() == value:
-        return
-    say(message)
-    started = time.monotonic()
-    stamp(name).unlink(missing_ok=True)
-    action()
-    stamp(name).write_text(value)
-    say(f"done in {time.monotonic() - started:.0f} s")
+def why_anew() -> str | None:
+    """Why the environment has to be made from nothing, if it has to."""
+    if not os.path.lexists(VENV):
+        return "there is none yet"
+    if not STAMPS.is_dir():
+        raise SystemExit(
+            f"setup: {VENV} was not made by make, so it is left alone: move it away, or remove it, then make again"
+        )
+    if not stamp("environment").exists():
+        return "its last set-up did not get far"
+    then, now = stamp("environment").read_text().splitlines(), identity().splitlines()
+    if then != now:
+        return next(f"it was made for {old}, this is {new}" for old, new in zip(then, now) if old != new)
+    if stamp("installing").exists():
+        return "an installation into it was interrupted"
+    if not PYTHON.exists():
+        return "its Python is gone"
+    return None
+
+
+def identity() -> str:
+    """What an environment cannot change: its links are absolute, and its packages are of one Python."""
+    return f"Python {sys.version_info.major}.{sys.version_info.minor}\n{platform.machine()}\n{VENV}\n"
+
+
+def empty() -> None:
+    """Remove the environment but the folder of stamps, by which an interrupted removal is known as ours."""
+    STAMPS.mkdir(parents=True, exist_ok=True)
+    for path in STAMPS.iterdir():
+        path.unlink()
+    for path in VENV.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            if path != STAMPS:
+                shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+@contextlib.contextmanager
+def only_one() -> Iterator[int]:
+    """Two set-ups of one checkout would write the same files: the second waits for the first."""
+    handle = os.open(ROOT, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another set-up of this checkout is running; waiting for it")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield handle
+    finally:
+        os.close(handle)
 
 
 def stamp(name: str) -> Path:
@@ -105,27 +214,17 @@ def names(root: Path) -> str:
 
 
 def sources(root: Path) -> list[Path]:
-    return sorted(path for path in root.rglob("*") if path.is_file() and is_source(path))
-
-
-def is_source(path: Path) -> bool:
-    parts = set(path.relative_to(ROOT).parts)
-    return (
-        not parts & {"__pycache__", "build", "dist"}
-        and not any(p.endswith(".egg-info") for p in parts)
-        and path.suffix != ".so"
-    )
+    """Files below root that are not made by a build; folders of those are not entered."""
+    found = []
+    for folder, inner, files in os.walk(root):
+        inner[:] = [name for name in inner if name not in ("__pycache__", "build", "dist")]
+        inner[:] = [name for name in inner if not name.endswith(".egg-info")]
+        found += [Path(folder, name) for name in files if not name.endswith(".so")]
+    return sorted(found)
 
 
 def site_packages() -> Path:
     return VENV / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-
-
-def remove_fork() -> None:
-    """pip would leave behind what was linked later than installed."""
-    if (site_packages() / "sglang").exists():
-        pip("uninstall", "--yes", "sglang")
-        shutil.rmtree(site_packages() / "sglang", ignore_errors=True)
 
 
 def link() -> None:
@@ -138,33 +237,13 @@ def constraints(chosen: str) -> list[str | Path]:
     return ["-c", FORK / "constraints-cpu.txt"] if chosen == "cpu" else []
 
 
-def pip(*arguments: str | Path, chosen: str = "cpu") -> None:
-    """pip with its progress shown and its complaints about other people's configuration left in the log."""
-    environment = os.environ | {"SGL_KERNEL_SM120_CUDA": "1" if chosen == "cuda" else "0"}
-    command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
-    if arguments[0] == "install":
-        command.append("--no-compile")  # Python compiles the part that is imported, pip would compile everything
-    with LOG.open("a") as log:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for line in process.stdout:
-            log.write(line)
-            if line.strip().startswith(PROGRESS):
-                print(f"    {line.strip()[:110]}", flush=True)
-    if process.wait():
-        tail = LOG.read_text().splitlines()[-25:]
-        raise SystemExit("\n".join(["setup: pip failed; the end of " + str(LOG) + ":", *tail]))
-
-
 def has_gpu() -> bool:
     tool = shutil.which("nvidia-smi")
     return bool(tool) and subprocess.run([tool, "-L"], capture_output=True).returncode == 0
+
+
+def bulleted(lines: list[str]) -> list[str]:
+    return [f"  - {line}" for line in lines]
 
 
 def say(text: str) -> None:
