@@ -14,7 +14,6 @@ from array import array
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,13 +28,11 @@ from sglang.srt.mem_cache.common import (
     match_kv_cache,
     release_kv_cache,
 )
-from sglang.srt.mem_cache.defrag.defragmenter import (
-    NoDefragmenter,
-    Tier0Defragmenter,
-    Tier1Defragmenter,
-)
+from sglang.srt.mem_cache.defrag.defragmenter import NoDefragmenter
 from sglang.srt.mem_cache.defrag.metrics import DefragMetrics
 from sglang.srt.mem_cache.defrag.mover import SlotMover
+from sglang.srt.mem_cache.defrag.tier0 import Tier0Defragmenter
+from sglang.srt.mem_cache.defrag.tier1 import Tier1Defragmenter
 from sglang.srt.mem_cache.defrag.tree_values import values_alias_the_tree
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -113,22 +110,37 @@ class Outcome(Totals):
     series: Series = field(default_factory=Series)
 
 
-class _Work(NamedTuple):
-    """A request, what it will answer, and the fingerprints of all its tokens."""
+class _Work:
+    """A request, what it will answer, and the fingerprints of all its tokens.
 
-    req: Req
-    answer: array
-    prints: torch.Tensor
-    prints_list: list[int]
+    A decode step changes nothing here: ``Replay`` counts the steps, and a request is
+    brought up to date when somebody looks at it.
+    """
 
-    @classmethod
-    def of(cls, index: int, trace: TraceRequest) -> _Work:
-        prints = fingerprints(trace.prompt + trace.answer)
-        req = Req(str(index), "", trace.prompt, _SAMPLING)
-        return cls(req, trace.answer, torch.from_numpy(prints), prints.tolist())
+    __slots__ = ("req", "answer", "prints", "seen", "ends")
+
+    def __init__(self, index: int, trace: TraceRequest):
+        self.req = Req(str(index), "", trace.prompt, _SAMPLING)
+        self.answer = trace.answer
+        self.prints = torch.from_numpy(fingerprints(trace.prompt + trace.answer))
+        self.seen = 0  # Decode steps of the replay that ``req`` knows of.
+        self.ends = 0  # The decode step that gives it its last token.
 
     def remaining(self) -> int:
+        """Tokens to come, of a request that is up to date."""
         return len(self.answer) - len(self.req.output_ids)
+
+    def answer_one(self) -> None:
+        self.req.output_ids.append(self.answer[len(self.req.output_ids)])
+
+    def catch_up(self, decoded: int) -> None:
+        """Decode steps since ``seen``: a slot and a token each."""
+        steps, self.seen = decoded - self.seen, decoded
+        if steps:
+            req, have = self.req, len(self.req.output_ids)
+            req.kv.kv_allocated_len += steps
+            req.kv.kv_committed_len += steps
+            req.output_ids.extend(self.answer[have : have + steps])
 
 
 class Replay:
@@ -164,8 +176,13 @@ class Replay:
         self.sample_every = sample_every
         self.waiting: deque[_Work] = deque()
         self.running: list[_Work] = []
+        # Of the running requests, in their order: the row of each and how long it is.
+        self.running_reqs: list[Req] = []
         self.row_index = torch.empty(0, dtype=torch.int64)
         self.lengths = torch.empty(0, dtype=torch.int64)
+        self.prints = torch.zeros(self.rows.req_to_token.shape, dtype=torch.int64)
+        self.decoded = 0  # Decode steps so far.
+        self.next_end = 0  # The step that ends one of the running requests.
         self.metrics = DefragMetrics(None)
         self.defragmenter = self._build_defragmenter(mode, budget_bytes)
         self.total = Totals()
@@ -177,7 +194,7 @@ class Replay:
             allocator=self.allocator,
             req_to_token_pool=self.rows,
             metrics=self.metrics,
-            running_requests=lambda: [work.req for work in self.running],
+            running_requests=self._up_to_date,
         )
         if mode == "tier0":
             return Tier0Defragmenter(**tier0)
@@ -202,7 +219,7 @@ class Replay:
         while coming or self.waiting or self.running:
             began = clocks()
             while coming and coming.arrival <= step:
-                self.waiting.append(_Work.of(total.requests, coming))
+                self.waiting.append(_Work(total.requests, coming))
                 total.requests += 1
                 coming = next(trace, None)
             making_trace += clocks() - began
@@ -243,7 +260,8 @@ class Replay:
         if not self.waiting or len(self.running) >= self.max_running:
             return []
         self.allocator.create_prefill_budget(self.tree)
-        promised = sum(work.remaining() for work in self.running) * PROMISE
+        left = sum(work.ends for work in self.running) - self.decoded * len(self.running)
+        promised = left * PROMISE
         batch, need = [], 0
         while self.waiting and len(self.running) + len(batch) < self.max_running:
             work = self.waiting[0]
@@ -271,57 +289,59 @@ class Replay:
         slots = alloc_token_slots(self.tree, need)
         at = 0
         for work in batch:
-            req, row = work.req, self.rows.req_to_token[work.req.kv.req_pool_idx]
+            req, index = work.req, work.req.kv.req_pool_idx
+            row = self.rows.req_to_token[index]
             end = len(req.full_untruncated_fill_ids)
             own = slots[at : at + end - req.prefix_len]
-            at += len(own)
+            at += own.numel()
             row[: req.prefix_len] = self.tree.prefix_device_indices(req)
             row[req.prefix_len : end] = own
             self.pool.slots[own] = work.prints[req.prefix_len : end]
+            self.prints[index, : work.prints.numel()] = work.prints
             req.kv.kv_allocated_len = req.kv.kv_committed_len = end
             self.total.prompt_tokens += end
             self.total.cached_tokens += req.prefix_len
             req.extend_end = end
             checkpoint_kv_cache(req, self.tree)
-            req.output_ids.append(work.answer[len(req.output_ids)])
-        self._finish(batch)
-        return [work for work in batch if not work.req.finished()]
+            work.answer_one()
+            work.seen = self.decoded
+            work.ends = self.decoded + work.remaining()
+        return self._finish(batch)
 
     def _decode(self) -> None:
         while not self.allocator.check_decode_capacity(
             num_tokens=len(self.running),
             tree_cache=self.tree,
-            requests=[work.req for work in self.running],
+            requests=self.running_reqs,
         ):
             self._retract()
         slots = alloc_token_slots(self.tree, len(self.running))
         self.rows.req_to_token[self.row_index, self.lengths] = slots.to(torch.int32)
-        self.pool.slots[slots] = torch.tensor([work.prints_list[work.req.kv.kv_committed_len] for work in self.running])
+        self.pool.slots[slots] = self.prints[self.row_index, self.lengths]
         self.lengths += 1
-        for work in self.running:
-            req = work.req
-            req.kv.kv_allocated_len += 1
-            req.kv.kv_committed_len += 1
-            req.output_ids.append(work.answer[len(req.output_ids)])
+        self.decoded += 1
         self.total.generated_tokens += len(self.running)
-        if self._finish(self.running):
-            self._set_running([w for w in self.running if not w.req.finished()])
+        if self.decoded >= self.next_end:
+            self._set_running(self._finish(self.running))
 
-    def _finish(self, batch: list[_Work]) -> bool:
-        done = [w for w in batch if len(w.req.output_ids) == len(w.answer)]
+    def _finish(self, batch: list[_Work]) -> list[_Work]:
+        """Release the requests that have their last token; the others are returned."""
+        done = [work for work in batch if work.ends <= self.decoded]
         if not done:
-            return False
+            return batch
         self.allocator.free_group_begin()
         for work in done:
+            work.catch_up(self.decoded)
             self._check_content(work)
             work.req.finished_reason = FINISH_LENGTH(length=len(work.answer))
             release_kv_cache(work.req, self.tree, checkpoint=True)
         self.allocator.free_group_end()
-        return True
+        return [work for work in batch if work.ends > self.decoded]
 
     def _retract(self) -> None:
         """The youngest request starts over; its answer so far becomes prompt."""
         work = self.running[-1]
+        work.catch_up(self.decoded)
         release_kv_cache(work.req, self.tree, checkpoint=True)
         work.req.reset_for_retract()
         self.waiting.appendleft(work)
@@ -330,8 +350,18 @@ class Replay:
 
     def _set_running(self, running: list[_Work]) -> None:
         self.running = running
-        self.row_index = torch.tensor([work.req.kv.req_pool_idx for work in running], dtype=torch.int64)
-        self.lengths = torch.tensor([work.req.kv.kv_committed_len for work in running], dtype=torch.int64)
+        self.running_reqs = self._up_to_date()
+        self.next_end = min((work.ends for work in running), default=0)
+        kvs = [req.kv for req in self.running_reqs]
+        self.row_index, self.lengths = torch.tensor(
+            [[kv.req_pool_idx for kv in kvs], [kv.kv_committed_len for kv in kvs]],
+            dtype=torch.int64,
+        )
+
+    def _up_to_date(self) -> list[Req]:
+        for work in self.running:
+            work.catch_up(self.decoded)
+        return [work.req for work in self.running]
 
     # -- looking at it --
 

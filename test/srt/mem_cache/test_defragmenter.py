@@ -11,6 +11,7 @@ from srt.mem_cache.slot_model import BYTES, SlotModel
 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.defrag import defragmenter as module
+from sglang.srt.mem_cache.defrag import tier1
 from sglang.srt.mem_cache.defrag.tree_values import path_values, values_alias_the_tree
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
@@ -121,7 +122,7 @@ def test_a_crash_of_the_planner_leaves_everything_as_it_was(caplog):
     reqs = fragmented(model)
     rows = [model._row(req).clone() for req in reqs]
     free = torch.sort(model.allocator.get_all_free_pages()).values
-    with mock.patch.object(module, "make_plan", side_effect=RuntimeError("planner")):
+    with mock.patch.object(tier1, "make_plan", side_effect=RuntimeError("planner")):
         model.defrag.after_batch()
     assert model.defrag.failed and "planner" in caplog.text
     assert all(torch.equal(model._row(r), row) for r, row in zip(reqs, rows))
@@ -150,8 +151,8 @@ def test_a_crash_of_the_commit_is_not_swallowed():
     """Rows and tree may disagree then: the scheduler must not go on."""
     model = SlotModel()
     fragmented(model)
-    model.defrag._remap = mock.MagicMock()
-    model.defrag._remap.__setitem__.side_effect = RuntimeError("commit")
+    model.defrag._rewriter.remap = mock.MagicMock()
+    model.defrag._rewriter.remap.__setitem__.side_effect = RuntimeError("commit")
     with pytest.raises(RuntimeError, match="commit"):
         model.defrag.after_batch()
 

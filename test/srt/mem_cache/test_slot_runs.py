@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang.srt.mem_cache.defrag.slot_runs import arrange, longest_runs
+from sglang.srt.mem_cache.defrag.slot_runs import arrange, bring_forward, longest_runs
 
 slot_sets = st.sets(st.integers(1, 60), min_size=1, max_size=40)
 
@@ -24,7 +24,7 @@ def runs_of(slots):
 @settings(max_examples=200, deadline=None)
 def test_runs_follow_each_other_by_length(slots, short_first, random):
     shuffled = random.sample(sorted(slots), len(slots))
-    got = arrange(torch.tensor(shuffled), need=None, short_runs_first=short_first)
+    got = arrange(torch.tensor(shuffled), short_runs_first=short_first)
     sign = 1 if short_first else -1
     runs = sorted(runs_of(sorted(slots)), key=lambda run: (sign * len(run), run[0]))
     assert got.tolist() == [slot for run in runs for slot in run]
@@ -34,8 +34,11 @@ def test_runs_follow_each_other_by_length(slots, short_first, random):
 @settings(max_examples=300, deadline=None)
 def test_a_need_gets_the_tightest_run_or_the_fewest(slots, need, short_first):
     need = min(need, len(slots))
-    got = arrange(torch.tensor(list(slots)), need=need, short_runs_first=short_first)
+    arranged = arrange(torch.tensor(list(slots)), short_runs_first=short_first)
+    got = bring_forward(arranged, need, short_runs_first=short_first)
     assert sorted(got.tolist()) == sorted(slots)
+    taken = set(got[:need].tolist())
+    assert got[need:].tolist() == [slot for slot in arranged.tolist() if slot not in taken]
     runs = runs_of(sorted(slots))
     head = got[:need].tolist()
     assert head == sorted(head)
@@ -55,7 +58,7 @@ def test_a_need_gets_the_tightest_run_or_the_fewest(slots, need, short_first):
 @given(slot_sets, st.integers(1, 12))
 @settings(max_examples=200, deadline=None)
 def test_longest_runs_are_found_where_they_are(slots, count):
-    arranged = arrange(torch.tensor(list(slots)), need=None, short_runs_first=True)
+    arranged = arrange(torch.tensor(list(slots)), short_runs_first=True)
     table = longest_runs(arranged, count)
     expected = sorted((len(run) for run in runs_of(arranged.tolist())), reverse=True)
     assert [n for n in table[2].tolist() if n] == expected[:count]
@@ -70,5 +73,5 @@ def test_no_value_decides_a_shape():
 
     with FakeTensorMode():
         units = torch.empty(1000, dtype=torch.int64)
-        assert arrange(units, need=64, short_runs_first=False).shape == (1000,)
+        assert bring_forward(arrange(units, short_runs_first=False), 64, short_runs_first=False).shape == (1000,)
         assert longest_runs(units, 8).shape == (3, 8)

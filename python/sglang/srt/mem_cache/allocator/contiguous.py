@@ -24,7 +24,7 @@ import torch
 
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.defrag.slot_runs import arrange, longest_runs
+from sglang.srt.mem_cache.defrag.slot_runs import arrange, bring_forward, longest_runs
 from sglang.srt.utils import get_num_new_pages
 
 # Share of the pool that an eviction makes free beyond what it was asked for. With a
@@ -35,15 +35,19 @@ FREE_RESERVE = 1 / 8
 # Decode steps whose slots are laid out at once. Of 8, 16, 32 and 64 the churn
 # benchmark left the fewest runs at 16: longer columns rarely fit a nearly full pool.
 STRIPE_STEPS = 16
+# A prefill merges what was freed when that is this share of the list: then a sort
+# pays. Less than that waits for the next prefill, plan or idle moment.
+MERGE_SHARE = 1 / 16
 # Freed pieces kept apart before they are joined. Arbitrary: it bounds the operands
 # of one torch.cat, and joining costs one copy of the freed units.
 _MAX_PIECES = 512
 
 
 class FreeRuns:
-    """The free units (slots, or pages) of one pool.
+    """The free units (slots, or pages) of one pool, each an int64 on ``device``.
 
-    ``head``    arranged by runs; handed out from the front.
+    ``count``   how many there are, in all of the parts below.
+    ``head``    [n] arranged by runs; handed out from the front.
     ``fresh``   freed since the last ``age()``; a finished request may still be a
                 row of a batch on the device that writes them.
     ``aged``    freed before it; nothing on the device touches them any more.
@@ -62,92 +66,73 @@ class FreeRuns:
         self.reset(0)
 
     def reset(self, count: int) -> None:
+        self.count = count
         # Unit 0 takes the writes of padded rows.
         self.head = torch.arange(1, count + 1, dtype=torch.int64, device=self.device)
         self.fresh: list[torch.Tensor] = []
         self.aged: list[torch.Tensor] = []
-        self.stripes: Optional[torch.Tensor] = None
-        self._stripe = 0  # The next one.
-        self._columns: list[int] = []
+        self.num_released = 0  # Units in ``fresh`` and ``aged``.
+        self._drop_stripes()
         self.lent: Optional[torch.Tensor] = None
-        self.num_released = 0
         # Which loan ``lent`` belongs to; a loan that was called back is void.
         self.loan += 1
+        self._new_arrangement()
+
+    def _new_arrangement(self) -> None:
         # A position counts from the front of the list as last put in order.
         self.arrangement += 1
-        self._arranged_len = count
-
-    def __len__(self) -> int:
-        lent = 0 if self.lent is None else len(self.lent)
-        return len(self.head) + self.num_released + self._num_striped() + lent
+        self._arranged_len = self.head.numel()
 
     def all(self) -> torch.Tensor:
         lent = [] if self.lent is None else [self.lent]
-        striped = [] if self.stripes is None else [self._striped()]
-        return torch.cat([self.head, *self.aged, *self.fresh, *striped, *lent])
+        return torch.cat([self.head, *self.aged, *self.fresh, *self._steps, *lent])
 
-    def _num_striped(self) -> int:
-        if self.stripes is None:
-            return 0
-        steps, width = self.stripes.shape
-        return (steps - self._stripe) * width
+    # -- taking and giving back --
 
-    def _striped(self) -> torch.Tensor:
-        return self.stripes[self._stripe :].reshape(-1)
-
-    def end_stripes(self) -> None:
-        if self._num_striped():
-            # Ascending again: columns are runs.
-            self.push(self.stripes[self._stripe :].t().reshape(-1))
-        self.stripes, self._columns = None, []
-
-    def next_stripe(self, rows: list[int]) -> Optional[torch.Tensor]:
-        """One slot for each of ``rows``, behind the slot it got the step before;
-        None if there are too few slots to lay out two steps."""
-        if rows != self._columns or self._stripe == len(self.stripes):
-            self._lay_out(rows)
-        if self.stripes is None:
+    def pop(self, count: int) -> Optional[torch.Tensor]:
+        """The first ``count`` units of the head; None if fewer are free."""
+        if not self.ensure(count):
             return None
-        self._stripe += 1
-        return self.stripes[self._stripe - 1]
+        units, self.head = self.head[:count], self.head[count:]
+        self.count -= count
+        return units
 
-    def _lay_out(self, rows: list[int]) -> None:
-        left = 0 if self.stripes is None else len(self.stripes) - self._stripe
-        width = len(rows)
-        column_of = {row: column for column, row in enumerate(self._columns)}
-        joined = [row for row in rows if row not in column_of]
-        if left < 2 or len(joined) == width or len(joined) * left > len(self.head):
-            self.end_stripes()
-            steps = min(STRIPE_STEPS, len(self.head) // width)
-            if steps > 1:
-                self.stripes = self._columns_of(width, steps).contiguous()
-                self._stripe, self._columns = 0, rows
-            return
-        columns = self.stripes[self._stripe :]
-        if joined:
-            columns = torch.cat([columns, self._columns_of(len(joined), left)], dim=1)
-            first = len(self._columns)
-            column_of.update((row, first + i) for i, row in enumerate(joined))
-        order = [column_of.pop(row) for row in rows]
-        index = torch.tensor(order + list(column_of.values()), dtype=torch.int64)
-        if columns.is_cuda:
-            index = index.pin_memory().to(columns.device, non_blocking=True)
-        columns = columns.index_select(1, index)
-        if column_of:
-            self.push(columns[:, width:].t().reshape(-1))
-        self.stripes = columns[:, :width].contiguous()
-        self._stripe, self._columns = 0, rows
+    def cut(self, head: torch.Tensor) -> None:
+        """``head`` is a tail of the head: what is in front of it was handed out."""
+        self.count -= self.head.numel() - head.numel()
+        self.head = head
 
-    def _columns_of(self, width: int, steps: int) -> torch.Tensor:
-        """[steps, width] off the head, each column a piece of the list."""
-        block = self.head[: width * steps]
-        self.head = self.head[width * steps :]
-        return block.view(width, steps).t()
+    def ensure(self, count: int) -> bool:
+        """Whether the head holds ``count`` units. A head that is too short gets
+        what was freed appended, in the order of the frees: no sort on this path.
+        Units on loan go back last, and the loan is void."""
+        if count <= self.head.numel():
+            return True
+        if count > self.count:
+            return False
+        self.end_stripes()
+        if count > self.head.numel():
+            self._append([*self.aged, *self.fresh])
+            self.aged, self.fresh, self.num_released = [], [], 0
+        if count > self.head.numel():
+            self._append([self.lent])
+            self.lent = None
+            self.loan += 1
+        return True
+
+    def _append(self, pieces: list[torch.Tensor]) -> None:
+        before = self.head.numel()
+        self.head = torch.cat([self.head, *pieces])
+        self._arranged_len += self.head.numel() - before
 
     def push(self, units: torch.Tensor) -> None:
-        """Take back units; the caller gives up the tensor."""
+        """Take back units that had an owner; the caller gives up the tensor."""
+        self.count += units.numel()
+        self._release(units)
+
+    def _release(self, units: torch.Tensor) -> None:
         self.fresh.append(units)
-        self.num_released += len(units)
+        self.num_released += units.numel()
         if len(self.fresh) >= _MAX_PIECES:
             self.fresh = [torch.cat(self.fresh)]
 
@@ -158,41 +143,96 @@ class FreeRuns:
         if len(self.aged) >= _MAX_PIECES:
             self.aged = [torch.cat(self.aged)]
 
-    def ensure(self, count: int) -> bool:
-        """Whether the head holds ``count`` units. A head that is too short gets
-        what was freed appended, in the order of the frees: no sort on this path.
-        Units on loan go back last, and the loan is void."""
-        if count > len(self.head):
-            self.end_stripes()
-        if count > len(self.head) and self.num_released:
-            self._append([*self.aged, *self.fresh])
-            self.aged, self.fresh, self.num_released = [], [], 0
-        if count > len(self.head) and self.lent is not None:
-            self._append([self.lent])
-            self.lent = None
-            self.loan += 1
-        return count <= len(self.head)
+    # -- order --
 
-    def _append(self, pieces: list[torch.Tensor]) -> None:
-        before = len(self.head)
-        self.head = torch.cat([self.head, *pieces])
-        self._arranged_len += len(self.head) - before
-
-    def rearrange(self, *, need: Optional[int] = None, aged_only: bool = False) -> None:
+    def rearrange(self, *, aged_only: bool = False) -> None:
         """Merge what was freed into the list and put the list in order."""
         merged = self.aged if aged_only else self.aged + self.fresh
         self.fresh = self.fresh if aged_only else []
         self.aged = []
-        self.num_released = sum(len(piece) for piece in self.fresh)
+        self.num_released = sum(piece.numel() for piece in self.fresh)
         units = torch.cat([self.head, *merged]) if merged else self.head
-        self.head = arrange(units, need=need, short_runs_first=self.short_runs_first)
-        self.arrangement += 1
-        self._arranged_len = len(self.head)
+        self.head = arrange(units, short_runs_first=self.short_runs_first)
+        self._new_arrangement()
+
+    def prepare(self, need: int) -> None:
+        """The list for a prefill of ``need`` units, its own in front."""
+        size = self.head.numel()
+        if need > size or self.num_released > MERGE_SHARE * size:
+            self.rearrange()
+        if need <= self.head.numel():
+            self.head = bring_forward(
+                self.head, need, short_runs_first=self.short_runs_first
+            )
+            self._new_arrangement()
+
+    # -- columns for requests that decode together --
+
+    def next_stripe(self, rows: list[int]) -> Optional[torch.Tensor]:
+        """One slot for each of ``rows``, behind the slot it got the step before;
+        None if there are too few slots to lay out two steps."""
+        if rows != self._columns or not self._steps:
+            self._lay_out(rows)
+            if not self._steps:
+                return None
+        self.count -= len(rows)
+        return self._steps.pop()
+
+    def end_stripes(self) -> None:
+        if self._steps:
+            # Ascending again: columns are runs.
+            self._release(self._stripes_left().t().reshape(-1))
+        self._drop_stripes()
+
+    def _drop_stripes(self) -> None:
+        self.stripes: Optional[torch.Tensor] = None
+        self._steps: list[torch.Tensor] = []  # Rows of it, the next one last.
+        self._columns: list[int] = []
+
+    def _set_stripes(self, stripes: torch.Tensor, rows: list[int]) -> None:
+        self.stripes = stripes.contiguous()
+        self._steps = list(self.stripes.unbind())[::-1]
+        self._columns = rows
+
+    def _stripes_left(self) -> torch.Tensor:
+        return self.stripes[self.stripes.shape[0] - len(self._steps) :]
+
+    def _lay_out(self, rows: list[int]) -> None:
+        left, width, size = len(self._steps), len(rows), self.head.numel()
+        column_of = {row: column for column, row in enumerate(self._columns)}
+        joined = [row for row in rows if row not in column_of]
+        if left < 2 or len(joined) == width or len(joined) * left > size:
+            self.end_stripes()
+            steps = min(STRIPE_STEPS, self.head.numel() // width)
+            if steps > 1:
+                self._set_stripes(self._columns_of(width, steps), rows)
+            return
+        columns = self._stripes_left()
+        if joined:
+            columns = torch.cat([columns, self._columns_of(len(joined), left)], dim=1)
+            first = len(self._columns)
+            column_of.update((row, first + i) for i, row in enumerate(joined))
+        order = [column_of.pop(row) for row in rows]
+        index = torch.tensor(order + list(column_of.values()), dtype=torch.int64)
+        if columns.is_cuda:
+            index = index.pin_memory().to(columns.device, non_blocking=True)
+        columns = columns.index_select(1, index)
+        if column_of:
+            self._release(columns[:, width:].t().reshape(-1))
+        self._set_stripes(columns[:, :width], rows)
+
+    def _columns_of(self, width: int, steps: int) -> torch.Tensor:
+        """[steps, width] off the head, each column a piece of the list."""
+        block = self.head[: width * steps]
+        self.head = self.head[width * steps :]
+        return block.view(width, steps).t()
+
+    # -- loans --
 
     def longest(self, count: int) -> torch.Tensor:
         """``longest_runs`` of the head; positions are those of ``lend``."""
         table = longest_runs(self.head, count)
-        table[0] += self._arranged_len - len(self.head)
+        table[0] += self._arranged_len - self.head.numel()
         return table
 
     def lend(
@@ -203,7 +243,8 @@ class FreeRuns:
         None, and nothing changes, when the list has been put in another order
         since, when a span has been handed out, or when units are lent already.
         """
-        popped = self._arranged_len - len(self.head)
+        size = self.head.numel()
+        popped = self._arranged_len - size
         if (
             arrangement != self.arrangement
             or self.lent is not None
@@ -213,34 +254,87 @@ class FreeRuns:
         spans = [(position - popped, length) for position, length in spans]
         kept, at = [], 0
         for position, length in sorted(spans):
-            assert at <= position and position + length <= len(self.head), spans
+            assert at <= position and position + length <= size, spans
             kept.append(self.head[at:position])
             at = position + length
         self.lent = torch.cat([self.head[p : p + length] for p, length in spans])
         self.loan += 1
         self.head = torch.cat([*kept, self.head[at:]])
-        self.arrangement += 1
-        self._arranged_len = len(self.head)
+        self._new_arrangement()
         return self.lent
 
     def take_lent(self, count: int) -> None:
         """The next ``count`` lent units have an owner now."""
         self.lent = self.lent[count:]
+        self.count -= count
 
     def skip_lent(self, count: int) -> None:
         """The next ``count`` lent units are not needed after all."""
         skipped, self.lent = self.lent[:count], self.lent[count:]
-        if len(skipped):
-            self.push(skipped)
+        if count:
+            self._release(skipped)
 
     def end_loan(self) -> None:
         if self.lent is not None:
-            self.skip_lent(len(self.lent))
+            self.skip_lent(self.lent.numel())
             self.lent = None
             self.loan += 1
 
 
-class ContiguousTokenAllocator(TokenToKVPoolAllocator):
+class _OverFreeRuns:
+    """What the allocators of slots and of pages share; comes before upstream's class.
+
+    The scheduler sizes a batch before it allocates it, which tells a prefill from a
+    decode step: ``alloc`` has no such argument.
+    """
+
+    def __init__(self, *args, device: str, short_runs_first: bool, **kwargs):
+        self.runs = FreeRuns(device=device, short_runs_first=short_runs_first)
+        self._prefill_is_next = False
+        super().__init__(*args, device=device, **kwargs)
+
+    @property
+    def free_pages(self) -> torch.Tensor:
+        return self.runs.head
+
+    @free_pages.setter
+    def free_pages(self, units: Optional[torch.Tensor]) -> None:
+        # Upstream starts with None, and hands out the front of the list.
+        if units is not None:
+            self.runs.cut(units)
+
+    def available_size(self) -> int:
+        return self.runs.count * self.page_size
+
+    def get_all_free_pages(self) -> torch.Tensor:
+        return self.runs.all()
+
+    def create_prefill_budget(self, tree_cache, *, num_mixed_decode_tokens=0):
+        self._prefill_is_next = True
+        return super().create_prefill_budget(
+            tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens
+        )
+
+    def check_decode_capacity(
+        self, *, num_tokens: int, tree_cache, requests=None, spec_algorithm=None
+    ) -> bool:
+        self._prefill_is_next = False
+        if num_tokens > self.available_size():
+            self.evict_to_free_tokens(tree_cache, num_tokens)
+        return num_tokens <= self.available_size()
+
+    def evict_to_free_tokens(self, tree_cache, num_tokens: int) -> Optional[bool]:
+        if num_tokens > self.available_size():
+            num_tokens += int(self.size * FREE_RESERVE)
+        return super().evict_to_free_tokens(tree_cache, num_tokens)
+
+    def _prepare_prefill(self, num_units: int) -> None:
+        if self._prefill_is_next:
+            self._prefill_is_next = False
+            self.runs.prepare(num_units)
+
+
+class ContiguousTokenAllocator(_OverFreeRuns, TokenToKVPoolAllocator):
     """``TokenToKVPoolAllocator`` over ``FreeRuns``: page size 1."""
 
     def __init__(
@@ -252,36 +346,25 @@ class ContiguousTokenAllocator(TokenToKVPoolAllocator):
         *,
         short_runs_first: bool = False,
     ):
-        self.runs = FreeRuns(device=device, short_runs_first=short_runs_first)
-        # The scheduler sizes a prefill batch, and only then allocates it.
-        self._prefill_is_next = False
         self._decode_rows: Optional[list[int]] = None
-        super().__init__(size, dtype, device, kvcache, need_sort=False)
-
-    @property
-    def free_pages(self) -> torch.Tensor:
-        return self.runs.head
-
-    @free_pages.setter
-    def free_pages(self, units: Optional[torch.Tensor]) -> None:
-        if units is not None:
-            self.runs.head = units
+        super().__init__(
+            size,
+            dtype,
+            device=device,
+            kvcache=kvcache,
+            need_sort=False,
+            short_runs_first=short_runs_first,
+        )
 
     def clear(self) -> None:
         self.runs.reset(self.size)
         self.free_group = None
 
-    def available_size(self) -> int:
-        return len(self.runs)
-
-    def get_all_free_pages(self) -> torch.Tensor:
-        return self.runs.all()
-
     def merge_and_sort_free(self) -> None:
         self.runs.rearrange()
 
     def create_prefill_budget(self, tree_cache, *, num_mixed_decode_tokens=0):
-        self._prefill_is_next, self._decode_rows = True, None
+        self._decode_rows = None
         return super().create_prefill_budget(
             tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens
         )
@@ -289,38 +372,26 @@ class ContiguousTokenAllocator(TokenToKVPoolAllocator):
     def check_decode_capacity(
         self, *, num_tokens: int, tree_cache, requests=None, spec_algorithm=None
     ) -> bool:
-        self._prefill_is_next = False
         self._decode_rows = None
         if requests and (spec_algorithm is None or spec_algorithm.is_none()):
             # The next alloc hands out one slot for each, in this order.
             self._decode_rows = [req.kv.req_pool_idx for req in requests]
+        self._prefill_is_next = False
+        # Of each decode step: as the parent's, without a call where slots are free.
+        if num_tokens <= self.runs.count:
+            return True
         return super().check_decode_capacity(
-            num_tokens=num_tokens,
-            tree_cache=tree_cache,
-            requests=requests,
-            spec_algorithm=spec_algorithm,
+            num_tokens=num_tokens, tree_cache=tree_cache
         )
 
-    def evict_to_free_tokens(self, tree_cache, num_tokens: int) -> Optional[bool]:
-        if num_tokens > self.available_size():
-            num_tokens += int(self.size * FREE_RESERVE)
-        return super().evict_to_free_tokens(tree_cache, num_tokens)
-
     def alloc(self, need_size: int) -> Optional[torch.Tensor]:
-        if self._prefill_is_next:
-            self._prefill_is_next = False
-            self.runs.rearrange(need=need_size)
-        runs = self.runs
         rows, self._decode_rows = self._decode_rows, None
         if rows is not None and len(rows) == need_size:
-            slots = runs.next_stripe(rows)
+            slots = self.runs.next_stripe(rows)
             if slots is not None:
                 return slots
-        if need_size > len(runs.head) and not runs.ensure(need_size):
-            return None
-        slots = runs.head[:need_size]
-        runs.head = runs.head[need_size:]
-        return slots
+        self._prepare_prefill(need_size)
+        return self.runs.pop(need_size)
 
     def free(self, free_index: torch.Tensor) -> None:
         if free_index.numel() == 0:
@@ -329,10 +400,14 @@ class ContiguousTokenAllocator(TokenToKVPoolAllocator):
             self.free_group.append(self._copy_for_free_group(free_index))
             return
         # The caller's tensor may be a view of a row that is about to be rewritten.
-        self.runs.push(free_index.to(torch.int64, copy=True))
+        self.runs.push(
+            free_index.clone()
+            if free_index.dtype == torch.int64
+            else free_index.to(torch.int64)
+        )
 
 
-class ContiguousPagedAllocator(PagedTokenToKVPoolAllocator):
+class ContiguousPagedAllocator(_OverFreeRuns, PagedTokenToKVPoolAllocator):
     """``PagedTokenToKVPoolAllocator`` over ``FreeRuns``: the units are whole pages."""
 
     def __init__(
@@ -345,54 +420,28 @@ class ContiguousPagedAllocator(PagedTokenToKVPoolAllocator):
         *,
         short_runs_first: bool = False,
     ):
-        self.runs = FreeRuns(device=device, short_runs_first=short_runs_first)
-        self._prefill_is_next = False
-        super().__init__(size, page_size, dtype, device, kvcache, need_sort=True)
-
-    @property
-    def free_pages(self) -> torch.Tensor:
-        return self.runs.head
-
-    @free_pages.setter
-    def free_pages(self, units: Optional[torch.Tensor]) -> None:
-        if units is not None:
-            self.runs.head = units
+        super().__init__(
+            size,
+            page_size,
+            dtype,
+            device=device,
+            kvcache=kvcache,
+            need_sort=True,
+            short_runs_first=short_runs_first,
+        )
 
     def clear(self) -> None:
         self.runs.reset(self.num_pages)
         self.free_group = None
         self.free_page_ids_group = []
 
-    def available_size(self) -> int:
-        return len(self.runs) * self.page_size
-
-    def get_all_free_pages(self) -> torch.Tensor:
-        return self.runs.all()
-
     def merge_and_sort_free(self) -> None:
         # Upstream calls this where a request may not fit the head. Each caller
         # below has made sure of that already, without a sort.
         pass
 
-    def create_prefill_budget(self, tree_cache, *, num_mixed_decode_tokens=0):
-        self._prefill_is_next = True
-        return super().create_prefill_budget(
-            tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens
-        )
-
-    def check_decode_capacity(self, **kwargs) -> bool:
-        self._prefill_is_next = False
-        return super().check_decode_capacity(**kwargs)
-
-    def evict_to_free_tokens(self, tree_cache, num_tokens: int) -> Optional[bool]:
-        if num_tokens > self.available_size():
-            num_tokens += int(self.size * FREE_RESERVE)
-        return super().evict_to_free_tokens(tree_cache, num_tokens)
-
     def alloc(self, need_size: int) -> Optional[torch.Tensor]:
-        if self._prefill_is_next:
-            self._prefill_is_next = False
-            self.runs.rearrange(need=need_size // self.page_size)
+        self._prepare_prefill(need_size // self.page_size)
         if not self.runs.ensure(need_size // self.page_size):
             return None
         return super().alloc(need_size)
@@ -413,9 +462,7 @@ class ContiguousPagedAllocator(PagedTokenToKVPoolAllocator):
                 page_size=self.page_size,
                 prefix_lens=prefix_lens_cpu,
             )
-        if self._prefill_is_next:
-            self._prefill_is_next = False
-            self.runs.rearrange(need=num_new_pages)
+        self._prepare_prefill(num_new_pages)
         if not self.runs.ensure(num_new_pages):
             return None
         return super().alloc_extend(

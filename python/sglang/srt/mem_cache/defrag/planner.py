@@ -54,8 +54,8 @@ def short_spans(
     """Maximal offset ranges of ``row`` that consist of runs shorter than ``block``.
 
     A first run that continues the unit before the row is part of a run that was
-    looked at before, and is not short. Units in ``planned`` are not short either:
-    another request that shares them moves them.
+    looked at before, and is not short. Units whose entry in ``planned`` (bool, by
+    unit) is set are not short either: another request that shares them moves them.
     """
     if len(row.units) == 0:
         return []
@@ -65,8 +65,8 @@ def short_spans(
     if row.before >= 0 and row.units[0] == row.before + 1:
         short[0] = False
     mask = np.repeat(short, lengths)
-    if planned is not None and len(planned):
-        mask &= ~np.isin(row.units, planned)
+    if planned is not None:
+        mask &= ~planned[row.units]
     edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.view(np.int8), [0]))))
     return [(int(lo), int(hi)) for lo, hi in edges.reshape(-1, 2)]
 
@@ -112,7 +112,10 @@ def make_plan(
     targets = _Targets(free)
     moves: list[Move] = []
     settled: dict[int, int] = {}
-    planned = np.empty(0, dtype=np.int64)
+    planned = np.zeros(
+        1 + max((int(row.units.max()) for row in rows if len(row.units)), default=0),
+        dtype=bool,
+    )
     left = max_units
     for row in rows:
         end = len(row.units)
@@ -131,7 +134,7 @@ def make_plan(
                         taken.position,
                     )
                 )
-                planned = np.union1d(planned, row.units[lo : lo + taken.length])
+                planned[row.units[lo : lo + taken.length]] = True
                 lo += taken.length
                 left -= taken.length
             if hi - lo >= block or (hi == end and lo < hi):

@@ -7,52 +7,60 @@ what depends on the values stays in tensors as long as the list.
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 
 
 def run_of_each(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(number of its run, length of its run) for each entry, both int32 [n].
+    """(number of its run, length of its run) for each entry, both int64 [n].
 
     A run is a maximal stretch of the list in which each entry is one more than
-    the entry before it.
+    the entry before it. Numbers start at 1.
     """
     n = units.numel()
-    first = torch.ones(n, dtype=torch.int32, device=units.device)
-    first[1:] = (units[1:] != units[:-1] + 1).to(torch.int32)
-    run = torch.cumsum(first, 0) - 1
-    lengths = torch.zeros(n, dtype=torch.int32, device=units.device)
-    lengths.scatter_add_(0, run, torch.ones_like(lengths))
-    return run.to(torch.int32), lengths[run]
+    first = torch.ones(n, dtype=torch.bool, device=units.device)
+    torch.ne(units[1:], units[:-1] + 1, out=first[1:])
+    run = torch.cumsum(first, 0)
+    lengths = torch.zeros(n + 1, dtype=torch.int64, device=units.device)
+    lengths.scatter_add_(0, run, lengths.new_ones(1).expand(n))
+    return run, lengths.index_select(0, run)
 
 
-def arrange(
-    units: torch.Tensor, *, need: Optional[int], short_runs_first: bool
-) -> torch.Tensor:
-    """``units`` run by run, each run ascending.
-
-    With ``need``, the shortest run that holds ``need`` entries comes first (of
-    equals the lowest); when none does, the longest runs come first, which is the
-    fewest pieces, and the first ``need`` entries are ascending. The other runs
-    follow by length, the shortest or the longest first.
-    """
+def arrange(units: torch.Tensor, *, short_runs_first: bool) -> torch.Tensor:
+    """``units`` [n] run by run, each run ascending; the runs by length, the shortest
+    or the longest first, of equals the lowest."""
     n = units.numel()
     if n == 0:
         return units
     ascending = torch.sort(units).values
-    run, length = run_of_each(ascending)
-    longest_first = n + 1 - length
-    key = length if short_runs_first else longest_first
-    if need:
-        candidate = torch.where(length >= need, length, n + 1)
-        best = candidate.min()
-        chosen = torch.where(candidate == best, run, n).min()
-        key = torch.where(best > n, longest_first, torch.where(run == chosen, 0, key))
-    arranged = ascending[torch.sort(key, stable=True).indices]
-    if need:
-        arranged[:need] = torch.sort(arranged[:need]).values
-    return arranged
+    _, length = run_of_each(ascending)
+    key = length if short_runs_first else n - length
+    return ascending[torch.sort(key, stable=True).indices]
+
+
+def bring_forward(
+    units: torch.Tensor, need: int, *, short_runs_first: bool
+) -> torch.Tensor:
+    """``units`` [n] with ``need`` <= n entries for one request moved to the front.
+
+    They are the first ones of the shortest run that holds them, of equals the first
+    in the list. Where none does, they come from the end of the list that has the
+    longest runs, which in a list by ``arrange`` is the fewest pieces, ascending. The
+    other entries keep their order. No sort but of the ``need`` entries.
+    """
+    n = units.numel()
+    if need == 0:
+        return units
+    at = torch.arange(n, device=units.device)
+    _, length = run_of_each(units)
+    # Length and position in one number: a minimum has no ties to decide.
+    none = n * n + n
+    tightest = torch.where(length >= need, length * n + at, none).min()
+    longest = n - need if short_runs_first else 0
+    start = torch.where(tightest < none, tightest % n, longest)
+    taken = units.index_select(0, start + at[:need])
+    rest = at[: n - need]
+    rest = units.index_select(0, rest + need * (rest >= start))
+    return torch.cat([torch.sort(taken).values, rest])
 
 
 def longest_runs(units: torch.Tensor, count: int) -> torch.Tensor:
@@ -67,10 +75,10 @@ def longest_runs(units: torch.Tensor, count: int) -> torch.Tensor:
     is_first[1:] = run[1:] != run[:-1]
     # One integer ranks by length, then by position, so that no tie is left to topk.
     backwards = torch.arange(n - 1, -1, -1, device=units.device)
-    rank = torch.where(is_first, length.to(torch.int64), 0) * n + backwards
+    rank = length * is_first * n + backwards
     k = min(count, n)
     position = torch.topk(rank, k).indices
     table[0, :k] = position
     table[1, :k] = units[position]
-    table[2, :k] = torch.where(is_first[position], length[position].to(torch.int64), 0)
+    table[2, :k] = (length * is_first)[position]
     return table

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the planner looks at: parts of rows and the longest free runs, on the host."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional, Sequence
+
+import torch
+
+from sglang.srt.mem_cache.allocator.contiguous import FreeRuns
+from sglang.srt.mem_cache.defrag.planner import FreeRun, Row
+
+# Row units looked at in one plan, and free runs offered to it. Arbitrary: they
+# bound the copy to the host (0.5 MB) and the planner's time.
+MAX_SCAN_UNITS = 65536
+MAX_FREE_RUNS = 256
+
+
+class Scan(NamedTuple):
+    """Units [lo, hi) of the row that ``req`` held in ``generation``."""
+
+    req: object
+    generation: int
+    lo: int
+    hi: int
+
+
+class Snapshot(NamedTuple):
+    arrangement: int  # Of the free list; positions in it hold for this one only.
+    scans: list[Scan]
+    host: (
+        torch.Tensor
+    )  # int64: 3 x MAX_FREE_RUNS, then per scan the unit before, units.
+    ready: Optional[object]  # Event of the copy to ``host``; None on a CPU.
+
+
+def take_snapshot(
+    scans: list[Scan], *, runs: FreeRuns, table: torch.Tensor, page: int
+) -> Snapshot:
+    """Start the copy to the host; nothing here waits for it."""
+    pieces = [runs.longest(MAX_FREE_RUNS).reshape(-1)]
+    for scan in scans:
+        row = table[scan.req.kv.req_pool_idx]
+        # One unit in front of the scan; at the start of a row its own first.
+        front = max(scan.lo - 1, 0)
+        pieces.append(row[front * page : front * page + 1].to(torch.int64) // page)
+        units = row[scan.lo * page : scan.hi * page : page]
+        pieces.append(units.to(torch.int64) // page)
+    flat = torch.cat(pieces)
+    host = flat.to("cpu", non_blocking=True)
+    ready = None
+    if flat.device.type != "cpu":
+        ready = torch.get_device_module(flat.device).Event()
+        ready.record()
+    return Snapshot(runs.arrangement, scans, host, ready)
+
+
+def read_snapshot(snapshot: Snapshot) -> tuple[list[Row], Sequence[FreeRun]]:
+    """Rows, keyed by the index of their scan, and free runs, the longest first."""
+    if snapshot.ready is not None:
+        snapshot.ready.synchronize()
+    flat, at = snapshot.host.numpy(), 3 * MAX_FREE_RUNS
+    free = [FreeRun(*run) for run in flat[:at].reshape(3, -1).T.tolist() if run[2] > 0]
+    rows = []
+    for key, scan in enumerate(snapshot.scans):
+        n = scan.hi - scan.lo
+        before = int(flat[at]) if scan.lo else -1
+        rows.append(Row(key, scan.lo, flat[at + 1 : at + 1 + n], before))
+        at += 1 + n
+    return rows, free

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Debug mode: after every step each slot has one owner, and the ranks agree.
+
+Both read whole tensors back to the host, so they are on with
+``SGLANG_CHECK_KV_PAGE_INVARIANTS`` only, upstream's switch for a check of this cost.
+Upstream counts the owned slots, and looks whether one of them is free; what is here
+also finds a slot with two owners, and ranks that have come apart.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, NamedTuple, Optional, Sequence
+
+import torch
+
+
+class Checksums(NamedTuple):
+    """Of one rank after one step; equal on all ranks."""
+
+    step: int
+    req_to_token: int
+    free_list: int
+
+
+def checksum(numbers: torch.Tensor) -> int:
+    """A number of the values of an integer tensor [n] and of their order."""
+    # Products wrap at 2^64, in the same way everywhere.
+    mixed = (numbers.long() << 32) + torch.arange(
+        numbers.numel(), device=numbers.device
+    )
+    mixed = (mixed ^ (mixed >> 29)) * 0x1F35A7BD3C8B4E29
+    return int((mixed ^ (mixed >> 32)).sum())
+
+
+class StepChecks:
+    """Checks of one scheduler.
+
+    ``owners`` returns the requests that may hold rows, each once. ``group`` is the
+    gloo group of the ranks that hold the same slots, None where there is one rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        allocator,
+        req_to_token_pool,
+        tree_cache,
+        owners: Callable[[], Sequence],
+        group: Optional[torch.distributed.ProcessGroup] = None,
+    ):
+        self.allocator = allocator
+        self.req_to_token_pool = req_to_token_pool
+        self.tree_cache = tree_cache
+        self.owners = owners
+        self.group = group
+
+    def after_step(self, step: int) -> None:
+        """Raise RuntimeError where a check fails: the scheduler must not go on."""
+        rows = self._rows()
+        self._check_owners(rows)
+        if self.group is not None:
+            self._compare_ranks(step, rows)
+
+    def _rows(self) -> list[tuple[object, torch.Tensor]]:
+        """(request, the slots of its row) of all requests that hold KV, in row order."""
+        table = self.req_to_token_pool.req_to_token
+        holders = [req for req in self.owners() if req.kv.holds_kv]
+        holders.sort(key=lambda req: req.kv.req_pool_idx)
+        return [
+            (req, table[req.kv.req_pool_idx, : req.kv.kv_allocated_len].long())
+            for req in holders
+        ]
+
+    def _check_owners(self, rows: Sequence[tuple[object, torch.Tensor]]) -> None:
+        if self.tree_cache.session_records() or any(
+            req.beam_group is not None for req, _ in rows
+        ):
+            return  # Their rows share slots on purpose.
+        page = self.allocator.page_size
+        free = self.allocator.get_all_free_pages()
+        owned = [self.tree_cache.all_values_flatten().to(free.device)[::page] // page]
+        # The front of a row belongs to the tree; it ends with a whole page.
+        owned += [
+            slots[req.kv.cache_protected_len :: page] // page for req, slots in rows
+        ]
+        owners = torch.bincount(
+            torch.cat([free, *owned]), minlength=self.allocator.size // page + 1
+        )
+        wrong = torch.nonzero(owners[1:] != 1).flatten() + 1
+        if wrong.numel():
+            found = {unit: int(owners[unit]) for unit in wrong[:8].tolist()}
+            raise RuntimeError(
+                f"KV census: {wrong.numel()} of {owners.numel() - 1} "
+                f"{'slots' if page == 1 else 'pages'} do not have exactly one owner; "
+                f"owners of the first ones: {found}. {free.numel()} are free, "
+                f"{owned[0].numel()} cached, {len(rows)} requests hold rows."
+            )
+
+    def _compare_ranks(
+        self, step: int, rows: Sequence[tuple[object, torch.Tensor]]
+    ) -> None:
+        slots = [slots for _, slots in rows]
+        mine = Checksums(
+            step,
+            checksum(torch.cat(slots)) if slots else 0,
+            checksum(self.allocator.get_all_free_pages()),
+        )
+        theirs = [
+            torch.zeros(len(mine), dtype=torch.int64)
+            for _ in range(torch.distributed.get_world_size(self.group))
+        ]
+        torch.distributed.all_gather(
+            theirs, torch.tensor(mine, dtype=torch.int64), group=self.group
+        )
+        sums = [Checksums(*numbers.tolist()) for numbers in theirs]
+        if any(numbers != mine for numbers in sums):
+            raise RuntimeError(
+                f"After step {step} the ranks hold different KV slots: "
+                + "; ".join(
+                    f"rank {rank} {numbers}" for rank, numbers in enumerate(sums)
+                )
+            )
