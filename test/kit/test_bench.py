@@ -44,7 +44,7 @@ class TestMeasure:
         got = measure(reply_at([12.0, 12.5, 13.0], [None, None, None], completion_tokens=9))
         assert got.decode_tok_s == 8.0 and got.accept_length == 4.0 and got.step_tokens == []
 
-    def test_the_collapse_of_the_case_study(self):
+    def test_a_collapsed_decode(self):
         """63,903 tokens at one token a step of 0.357 s are 2.8 tokens/s."""
         times = [12.0 + 0.357 * i for i in range(11)]
         got = measure(reply_at(times, list(range(1, 12)), prompt_tokens=63_903, verify_steps=10))
@@ -320,7 +320,7 @@ class TestCompare:
         path.write_text(json.dumps(document))
         return path
 
-    def test_the_case_study_table(self, cli, tmp_path):
+    def test_a_published_table(self, cli, tmp_path):
         """Triton with graphs against the custom kernel: 3.0x, 4.3x, 6.1x."""
         a = self.run_of(tmp_path / "a.json", {4_000: 39.0, 16_000: 6.8, 65_000: 1.5}, num_draft_tokens=9)
         b = self.run_of(tmp_path / "b.json", {4_000: 116.5, 16_000: 29.1, 65_000: 9.2}, num_draft_tokens=9)

@@ -32,7 +32,7 @@ def points(phrase, novel):
 
 
 class TestVerdict:
-    def test_the_case_study(self):
+    def test_a_working_drafter_on_hard_text(self):
         """7.88 / 7.00 / 7.00 / 7.88 on the phrase and 1.00 on novel prose: the drafter works, the text is hard."""
         verdict = judge(points([7.88, 7.00, 7.00, 7.88], [1.0, 1.0, 1.0, 1.0]))
         assert verdict.name == "text-too-hard" and not verdict.is_finding

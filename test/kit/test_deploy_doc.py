@@ -60,7 +60,7 @@ def test_the_table_of_pools_is_what_plan_prints(cli, data):
         assert f"{document['rank_bytes']['slack'] / 1e9:.2f}" == slack
 
 
-def test_the_case_studys_pools_by_plan(cli, data):
+def test_the_two_pools_by_plan(cli, data):
     for fraction, observed in ((0.85, "101,134"), (0.93, "195,011")):
         _, document = cli(*eight_cards(data, "--context", 90_000, "--mem-fraction-static", fraction))
         assert observed in TEXT and f"{document['pool']['tokens']:,}" in TEXT

@@ -58,9 +58,52 @@ def no_driver():
 
 class TestInstallation:
     def test_fork(self):
-        assert status(install.fork(lambda name: "0.5.23+kdtree.1")) == [OK]
         assert status(install.fork(lambda name: "0.5.23")) == [FAIL]
         assert status(install.fork(lambda name: None)) == [FAIL]
+
+    def site(self, tmp_path, monkeypatch, *, present):
+        """An installation with the notice that the overlay writes, and these of its files."""
+        from overlay.pack import CHANGES, changes
+
+        plan = SimpleNamespace(
+            own={"sglang/kdtree/cli.py": None, "sglang/_x.py": None},
+            edits=[
+                SimpleNamespace(module="sglang/srt/a.py", symbol=symbol, why="because (of sglang/srt/b.py)")
+                for symbol in ("f", "", "g")
+            ],
+        )
+        pin = SimpleNamespace(name="sglang", version="0.5.23", fork_version="0.5.23+kdtree.1")
+        info = tmp_path / "sglang-0.5.23+kdtree.1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Name: sglang\nVersion: 0.5.23+kdtree.1\n")
+        (info / CHANGES).write_text(changes(pin, plan))
+        for path in present:
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).touch()
+        monkeypatch.setattr(install.metadata, "distribution", lambda name: install.metadata.PathDistribution(info))
+        return info / CHANGES
+
+    def test_the_delta_is_read_from_the_overlays_notice(self, tmp_path, monkeypatch):
+        self.site(tmp_path, monkeypatch, present=["sglang/kdtree/cli.py", "sglang/_x.py", "sglang/srt/a.py"])
+        (finding,) = install.fork(lambda name: "0.5.23+kdtree.1")
+        assert finding.status == OK
+        assert finding.detail == "sglang 0.5.23+kdtree.1: 2 files of its own, 1 of upstream's edited"
+
+    def test_a_part_of_the_fork_that_is_missing(self, tmp_path, monkeypatch):
+        notice = self.site(tmp_path, monkeypatch, present=["sglang/kdtree/cli.py", "sglang/srt/a.py"])
+        (finding,) = install.fork(lambda name: "0.5.23+kdtree.1")
+        assert finding.status == FAIL and "1 files are missing, first sglang/_x.py" in finding.detail
+        notice.unlink()
+        assert status(install.fork(lambda name: "0.5.23+kdtree.1")) == [WARN]
+
+    def test_this_installation(self):
+        if "+kdtree" not in (version := install.distribution_version("sglang") or ""):
+            pytest.skip("the fork is not installed: make test installs it")
+        (finding,) = install.fork()
+        assert finding.status == OK, finding.detail
+        own, edited = install.notice()
+        assert "sglang/srt/layers/attention/kdtree_backend.py" in own and "sglang/srt/server_args.py" in edited
+        assert finding.detail.startswith(f"sglang {version}: {len(own)} files of its own, {len(edited)} of ")
 
     def test_both_names_are_registered_where_the_fork_is_installed(self):
         if "+kdtree" not in (install.distribution_version("sglang") or ""):
@@ -100,12 +143,12 @@ class TestInstallation:
     def test_code_for_the_gpu(self, archs, capability, covered):
         assert install.covers(archs, *capability) is covered
         info = {"version": "1", "archs": archs, "cuda_ops": ["mla_tree_verify"]}
-        assert install.judge_archs(info, [capability]).status == (OK if covered else FAIL)
+        assert status(install.judge_archs(info, [capability])) == [OK if covered else FAIL]
 
     def test_a_library_that_did_not_load(self):
         info = {"version": "1", "archs": ["120a"], "cuda_ops": []}
-        assert install.judge_archs(info, [(12, 0)]).status == FAIL
-        assert install.judge_archs(info, []).status == OK  # nothing to run it on
+        assert status(install.judge_archs(info, [(12, 0)])) == [FAIL]
+        assert status(install.judge_archs(info, [])) == [OK]  # nothing to run it on
 
     def test_no_kernel_package(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "sgl_kernel_sm120", None)
@@ -192,7 +235,7 @@ class TestWhole:
             raise RuntimeError("boom")
 
         def healthy():
-            return [Finding(name="b", status=OK, detail="fine")]
+            return [Finding("b", OK, "fine")]
 
         findings = run_checks([("a", crash), ("b", healthy)])
         assert status(findings) == [FAIL, OK] and "boom" in findings[0].detail

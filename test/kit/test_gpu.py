@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU probe with a fake NVML: sampling, regimes of the case study, bandwidth arithmetic."""
+"""The GPU probe with a fake NVML: sampling, the regimes as published, bandwidth arithmetic."""
 
 import argparse
 import csv
@@ -86,7 +86,7 @@ class TestRegime:
     @pytest.mark.parametrize(
         ("sm", "memory", "power", "limit", "name"),
         [
-            (99.8, 1.2, 133.0, 600.0, "latency-bound"),  # the case study's decode at 64k
+            (99.8, 1.2, 133.0, 600.0, "latency-bound"),  # Kimi K2.6's decode at 64k, TP 8, stock tree verify
             (99.8, 1.2, 133.0, 300.0, "latency-bound"),  # the same on the 300 W edition
             (99.4, 5.0, 302.0, 300.0, "compute-bound"),  # its prefill, at that card's limit
             (97.0, 71.0, 410.0, 600.0, "bandwidth-bound"),
@@ -114,7 +114,7 @@ class TestRegime:
         ]
         assert means(samples).nvlink_rx_mb_s == pytest.approx(1_500_000 * 1024 / 2 / 1e6)
 
-    def test_effective_bandwidth_of_the_case_study(self):
+    def test_effective_bandwidth_of_a_published_step(self):
         """63,903 tokens x 70,272 B in a step of 0.357 s: 12.6 GB/s of 1,792."""
         got = effective_bandwidth_gb_s(context=63_903, cell_bytes=70_272, step_s=0.357)
         assert got == pytest.approx(63_903 * 70_272 / 0.357 / 1e9) == pytest.approx(12.58, abs=0.01)
@@ -200,9 +200,9 @@ class TestVerb:
         assert document["phases"]["watch"]["regime"]["name"] == "latency-bound" and result.exit_code == 1
         assert document["gpus"] == [{"index": 1, "name": "NVIDIA RTX PRO 6000 Blackwell"}]
         rows = list(csv.DictReader((tmp_path / "s.csv").open()))
-        # Read once for the end at 10 s; then a look at the clock and a sample by turns: at 2, 4, 6, 8 s and at 10 s.
-        assert [float(row["at_s"]) for row in rows] == [2.0, 4.0, 6.0, 8.0]
-        assert document["phases"]["watch"]["means"]["samples"] == 4
+        # 0 s gives the end, 10 s; then a look at the clock and a sample by turns.
+        assert [float(row["at_s"]) for row in rows] == [2.0, 4.0, 6.0, 8.0, 10.0]
+        assert document["phases"]["watch"]["means"]["samples"] == 5
         assert {row["gpu"] for row in rows} == {"1"} and rows[0]["power_w"] == "133.0"
         assert (tmp_path / "s.png").read_bytes()[:4] == b"\x89PNG"
 

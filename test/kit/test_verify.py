@@ -91,7 +91,7 @@ class TestOffline:
         assert row["kdtree"]["rows_over_ulp"] == (0 if ours == "exact" else pytest.approx(9, abs=3))
 
     def test_prefix_only_attention_is_wrong_by_about_its_own_size(self, tmp_path, case, cli):
-        """The case study's second bug: the draft tokens were left out."""
+        """A real bug of an earlier integration: the draft tokens were left out."""
         nothing = torch.zeros(S_Q, S_Q).bool()
         ours = attention(case["q"] * 30, case["rows"], nothing, scale=0.05).bfloat16()
         sharp = case | {"q": case["q"] * 30}

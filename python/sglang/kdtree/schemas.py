@@ -4,8 +4,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
+import msgspec
+
+from sglang.kdtree.bench import client, text
+from sglang.kdtree.doctor.check import FAIL, OK, WARN, Finding
+from sglang.kdtree.plan.calibrate import Calibration
+from sglang.kdtree.probe import commit_length, moe_model, regime, verify
 from sglang.kdtree.result import Result, dump_json
 
 STRING = {"type": "string"}
@@ -34,6 +40,10 @@ def record(**properties: dict) -> dict:
     }
 
 
+def with_more(schema: dict, **properties: dict) -> dict:
+    return record(**schema["properties"], **properties)
+
+
 def mapping(values: dict) -> dict:
     return {"type": "object", "additionalProperties": values}
 
@@ -51,65 +61,38 @@ def document(verb: str, **properties: dict) -> dict:
     }
 
 
+def of(struct: type, *without: str, **given: dict) -> dict:
+    """The record of a struct's fields by their types, except those given or left out."""
+    hints = {k: v for k, v in get_type_hints(struct).items() if k not in without}
+    return record(**{name: given.get(name) or by_type(t) for name, t in hints.items()})
+
+
+def by_type(hint: Any) -> dict:
+    choices = get_args(hint)
+    if type(None) in choices:
+        return optional(by_type(next(t for t in choices if t is not type(None))))
+    if get_origin(hint) is list:
+        return array(by_type(choices[0]))
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        return of(hint)
+    return {str: STRING, bool: BOOLEAN, int: COUNT, float: NUMBER}[hint]
+
+
 PERCENTILES = record(p50=NUMBER, p90=NUMBER)
-SERVER = record(
-    url=STRING,
-    api={"enum": ["sglang", "completions", "chat"]},
-    model=STRING,
+API = {"enum": list(client.APIS)}
+TEXT = {"enum": list(text.KINDS)}
+SERVER = of(
+    client.ServerFacts,
+    "raw",
+    api=API,
     engine={"enum": ["sglang", "openai-compatible"]},
-    version=optional(STRING),
-    max_model_len=optional(COUNT),
-    speculative_algorithm=optional(STRING),
-    num_draft_tokens=optional(COUNT),
-    attention_backend=optional(STRING),
-    page_size=optional(COUNT),
-)
-DEVIATION = record(max_abs=NUMBER, relative=NUMBER, rows_over_ulp=COUNT, finite=BOOLEAN)
-MEANS = record(
-    samples=COUNT,
-    sm_pct=NUMBER,
-    memory_pct=NUMBER,
-    power_w=NUMBER,
-    power_limit_w=NUMBER,
-    sm_clock_mhz=NUMBER,
-    pcie_rx_mb_s=optional(NUMBER),
-    pcie_tx_mb_s=optional(NUMBER),
-    nvlink_rx_mb_s=optional(NUMBER),
-    nvlink_tx_mb_s=optional(NUMBER),
-)
-REGIME = record(
-    name={
-        "enum": [
-            "host-bound",
-            "bandwidth-bound",
-            "compute-bound",
-            "latency-bound",
-            "mixed",
-        ]
-    },
-    reasoning=STRING,
-    remedy=STRING,
 )
 VERIFY_OFFLINE = document(
     "probe-verify",
     mode={"const": "offline"},
     limit=NUMBER,
     wrong=COUNT,
-    reproducers=array(
-        record(
-            file=STRING,
-            layer=COUNT,
-            context=COUNT,
-            s_q=COUNT,
-            h_q=COUNT,
-            mask_layout=STRING,
-            kdtree=DEVIATION,
-            upstream=DEVIATION,
-            verdict={
-                "enum": ["both-right", "kdtree-wrong", "upstream-wrong", "both-wrong"]
-            },
-        )
-    ),
+    reproducers=array(of(verify.Judgement, verdict={"enum": list(verify.VERDICTS)})),
 )
 VERIFY_ONLINE = document(
     "probe-verify",
@@ -126,15 +109,8 @@ VERIFY_ONLINE = document(
 SCHEMAS: dict[str, dict] = {
     "doctor": document(
         "doctor",
-        counts=record(OK=COUNT, WARN=COUNT, FAIL=COUNT),
-        checks=array(
-            record(
-                name=STRING,
-                status={"enum": ["OK", "WARN", "FAIL"]},
-                detail=STRING,
-                remedy=STRING,
-            )
-        ),
+        counts=record(**dict.fromkeys((OK, WARN, FAIL), COUNT)),
+        checks=array(of(Finding, status={"enum": [OK, WARN, FAIL]})),
     ),
     "plan": document(
         "plan",
@@ -165,12 +141,13 @@ SCHEMAS: dict[str, dict] = {
             )
         ),
         calibrations=array(
-            record(
-                free_bytes=INTEGER,
-                resident_bytes=INTEGER,
-                cell_bytes=NUMBER,
-                assumed={"enum": ["cell", "free", "resident", "none"]},
-                contradiction=STRING,
+            with_more(
+                of(
+                    Calibration,
+                    free_bytes=INTEGER,
+                    resident_bytes=INTEGER,
+                    assumed={"enum": ["cell", "free", "resident", "none"]},
+                ),
                 used=BOOLEAN,
             )
         ),
@@ -201,7 +178,7 @@ SCHEMAS: dict[str, dict] = {
         server=SERVER,
         settings=record(
             contexts=array(COUNT),
-            texts=array({"enum": ["code", "prose", "phrase"]}),
+            texts=array(TEXT),
             output_tokens=COUNT,
             repeats=COUNT,
             temperature=NUMBER,
@@ -210,7 +187,7 @@ SCHEMAS: dict[str, dict] = {
         ),
         rows=array(
             record(
-                text={"enum": ["code", "prose", "phrase"]},
+                text=TEXT,
                 context=COUNT,
                 prompt_tokens=COUNT,
                 cached_tokens=optional(COUNT),
@@ -262,38 +239,20 @@ SCHEMAS: dict[str, dict] = {
         server=SERVER,
         skipped_contexts=array(COUNT),
         points=array(
-            record(
-                text=STRING,
-                context=COUNT,
-                prompt_tokens=COUNT,
-                steps=COUNT,
-                commit_length=NUMBER,
-                accepted_drafts=optional(NUMBER),
-                proposed_drafts=optional(NUMBER),
-                histogram=optional(array(COUNT)),
-                follows_phrase=optional(SHARE),
-            )
+            of(commit_length.Point, text=TEXT, follows_phrase=optional(SHARE))
         ),
-        verdict=record(
-            name={
-                "enum": [
-                    "healthy",
-                    "text-too-hard",
-                    "drafter-loses-context",
-                    "drafter-or-bug",
-                    "inconclusive",
-                ]
-            },
-            is_finding=BOOLEAN,
-            reasoning=STRING,
-            remedy=STRING,
-        ),
+        verdict=of(commit_length.Verdict, name={"enum": list(commit_length.VERDICTS)}),
     ),
     "probe-gpu": document(
         "probe-gpu",
         driver=STRING,
         gpus=array(record(index=COUNT, name=STRING)),
-        phases=mapping(record(means=MEANS, regime=REGIME)),
+        phases=mapping(
+            record(
+                means=of(regime.Means),
+                regime=of(regime.Regime, name={"enum": list(regime.NAMES)}),
+            )
+        ),
         decode=optional(
             record(
                 context=COUNT,
@@ -319,13 +278,8 @@ SCHEMAS: dict[str, dict] = {
         activated_per_rank=array(NUMBER),
         worst_layers=array(record(layer=COUNT, lost_share=SHARE)),
         scenarios=array(
-            record(
-                name=STRING,
-                activated_mean=NUMBER,
-                slowest_mean=NUMBER,
-                idle_share=SHARE,
-                lost_share=SHARE,
-                time_per_step=NUMBER,
+            with_more(
+                of(moe_model.Cost, idle_share=SHARE, lost_share=SHARE),
                 relative_time=optional(NUMBER),
                 lost_us_per_step=optional(NUMBER),
             )

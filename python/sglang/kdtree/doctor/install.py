@@ -5,18 +5,23 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import platform
 import sys
 from collections.abc import Callable, Iterable
 from importlib import metadata
+from pathlib import Path
 
-from sglang.kdtree.doctor.check import FAIL, OK, WARN, Finding
+from sglang.kdtree.doctor.check import Finding, fail, good, warn
 
 BACKEND = "kdtree_sm120"
 ALGORITHM = "DDTREE"
 BACKEND_MODULE = "sglang.srt.layers.attention.kdtree_backend"
 KERNEL_DISTRIBUTION = "sgl-kernel-sm120"
 REINSTALL = "python -m pip install --force-reinstall --no-deps ./python"
+# What the overlay leaves in an installed wheel and in a linked tree.
+NOTICE = "CHANGES-kdtree.txt"
+LINKED_MANIFEST = "sglang/.kdtree-overlay.json"
 # Versions that the compiled library was built and imported with.
 TORCH_FIRST, TORCH_LAST = (2, 11), (2, 14)
 
@@ -29,18 +34,10 @@ def distribution_version(name: str) -> str | None:
 
 
 def python_version() -> Iterable[Finding]:
-    version = sys.version_info
     detail = f"Python {platform.python_version()} on {platform.machine()} {platform.system()}"
-    if version < (3, 10):
-        return [
-            Finding(
-                name="Python",
-                status=FAIL,
-                detail=detail,
-                remedy="Use Python 3.10 to 3.13.",
-            )
-        ]
-    return [Finding(name="Python", status=OK, detail=detail)]
+    if sys.version_info < (3, 10):
+        return fail("Python", detail, "Use Python 3.10 to 3.13.")
+    return good("Python", detail)
 
 
 def fork(
@@ -48,126 +45,91 @@ def fork(
 ) -> Iterable[Finding]:
     found = version("sglang")
     if found is None:
-        return [
-            Finding(
-                name="fork",
-                status=FAIL,
-                detail="no distribution named sglang",
-                remedy=REINSTALL,
-            )
-        ]
+        return fail("fork", "no distribution named sglang", REINSTALL)
     if "+kdtree" not in found:
-        return [
-            Finding(
-                name="fork",
-                status=FAIL,
-                detail=f"sglang {found} is not this fork (its version ends in +kdtree.N)",
-                remedy=REINSTALL,
-            )
-        ]
-    return [Finding(name="fork", status=OK, detail=f"sglang {found}, {delta()}")]
+        detail = f"sglang {found} is not this fork (its version ends in +kdtree.N)"
+        return fail("fork", detail, REINSTALL)
+    return delta(found)
 
 
-OWN_NAMES = ("kdtree", "ddtree", "defrag", "torch_cpu", "torch_reference")
+def delta(found: str) -> Iterable[Finding]:
+    """What the fork adds to and changes in upstream, by its own notice; a part that is missing breaks it."""
+    own, edited = notice()
+    if not own:
+        return warn("fork", f"sglang {found}, without a notice of changes", REINSTALL)
+    site = Path(metadata.distribution("sglang").locate_file(""))
+    missing = [path for path in own + edited if not (site / path).exists()]
+    if missing:
+        detail = f"sglang {found}: {len(missing)} files are missing, first {missing[0]}"
+        return fail("fork", detail, REINSTALL)
+    return good(
+        "fork",
+        f"sglang {found}: {len(own)} files of its own, {len(edited)} of upstream's edited",
+    )
 
 
-def delta() -> str:
-    """How many installed modules are the fork's own, from the installation record."""
-    files = [str(f) for f in metadata.files("sglang") or [] if str(f).endswith(".py")]
-    own = [f for f in files if any(name in f for name in OWN_NAMES)]
-    return f"{len(own)} of its {len(files)} modules bear names of the fork"
+def notice() -> tuple[list[str], list[str]]:
+    """(added, changed) files: of a linked tree by its manifest, of an installed wheel by its CHANGES file."""
+    distribution = metadata.distribution("sglang")
+    manifest = Path(distribution.locate_file(LINKED_MANIFEST))
+    if manifest.exists():
+        linked = json.loads(manifest.read_text())
+        return linked["own"], linked["edited"]
+    changed, _, added = (distribution.read_text(NOTICE) or "").partition("Added files:")
+    edited = {
+        line.partition(" (")[0]
+        for line in changed.splitlines()
+        if line.startswith("sglang/")
+    }
+    return added.split(), sorted(edited)
 
 
 def backend_registration() -> Iterable[Finding]:
     """The names must be known once the server's arguments are: nothing of the fork is a plugin."""
     if importlib.util.find_spec(BACKEND_MODULE) is None:
-        return [
-            Finding(
-                name="backend",
-                status=FAIL,
-                detail=f"no module {BACKEND_MODULE}",
-                remedy=REINSTALL,
-            )
-        ]
+        return fail("backend", f"no module {BACKEND_MODULE}", REINSTALL)
     importlib.import_module("sglang.srt.server_args")
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    findings = []
     if BACKEND in ATTENTION_BACKENDS:
-        findings.append(
-            Finding(name="backend", status=OK, detail=f"{BACKEND} is registered")
-        )
+        findings = good("backend", f"{BACKEND} is registered")
     else:
-        findings.append(
-            Finding(
-                name="backend",
-                status=FAIL,
-                detail=f"{BACKEND} is not registered",
-                remedy=REINSTALL,
-            )
-        )
+        findings = fail("backend", f"{BACKEND} is not registered", REINSTALL)
     try:
         SpeculativeAlgorithm.from_string(ALGORITHM)
-        findings.append(
-            Finding(name="algorithm", status=OK, detail=f"{ALGORITHM} is registered")
-        )
     except (ValueError, KeyError) as error:
-        findings.append(
-            Finding(
-                name="algorithm",
-                status=FAIL,
-                detail=f"{ALGORITHM}: {error}",
-                remedy=REINSTALL,
-            )
-        )
-    return findings
+        return findings + fail("algorithm", f"{ALGORITHM}: {error}", REINSTALL)
+    return findings + good("algorithm", f"{ALGORITHM} is registered")
 
 
 def plugins(
     entry_points: Callable[..., Iterable] = metadata.entry_points,
 ) -> Iterable[Finding]:
     """Plugins of others run inside every server process and may replace what the fork edits."""
-    found = []
-    for group in ("sglang.srt.plugins", "sglang.srt.platforms"):
-        found += [
-            f"{group}: {entry.name} = {entry.value}"
-            for entry in entry_points(group=group)
-        ]
-    if not found:
-        return [
-            Finding(
-                name="plugins", status=OK, detail="none installed; the fork needs none"
-            )
-        ]
-    return [
-        Finding(
-            name="plugins",
-            status=WARN,
-            detail="; ".join(found),
-            remedy="SGLang only logs it when a plugin fails. Uninstall what you do not need.",
-        )
+    found = [
+        f"{group}: {entry.name} = {entry.value}"
+        for group in ("sglang.srt.plugins", "sglang.srt.platforms")
+        for entry in entry_points(group=group)
     ]
+    if not found:
+        return good("plugins", "none installed; the fork needs none")
+    remedy = "SGLang only logs it when a plugin fails. Uninstall what you do not need."
+    return warn("plugins", "; ".join(found), remedy)
 
 
 def torch_version() -> Iterable[Finding]:
     import torch
 
-    version = tuple(
-        int(part) for part in torch.__version__.split("+")[0].split(".")[:2]
-    )
+    numbers = torch.__version__.split("+")[0].split(".")[:2]
+    version = tuple(int(part) for part in numbers)
     cuda = torch.version.cuda or "none (CPU build)"
     detail = f"torch {torch.__version__}, CUDA {cuda}"
     if not TORCH_FIRST <= version <= TORCH_LAST:
-        return [
-            Finding(
-                name="torch",
-                status=WARN,
-                detail=f"{detail}: outside {TORCH_FIRST[0]}.{TORCH_FIRST[1]} to {TORCH_LAST[0]}.{TORCH_LAST[1]}",
-                remedy="The compiled kernels were checked with those versions only.",
-            )
-        ]
-    return [Finding(name="torch", status=OK, detail=detail)]
+        first, last = (".".join(map(str, v)) for v in (TORCH_FIRST, TORCH_LAST))
+        remedy = "The compiled kernels were checked with those versions only."
+        return warn("torch", f"{detail}: outside {first} to {last}", remedy)
+    return good("torch", detail)
 
 
 def kernel_package(
@@ -177,47 +139,31 @@ def kernel_package(
     try:
         kernels = importlib.import_module("sgl_kernel_sm120")
     except ImportError as error:
-        return [
-            Finding(
-                name="kernel package",
-                status=FAIL,
-                detail=str(error),
-                remedy="python -m pip install ./sgl-kernel-sm120",
-            )
-        ]
-    info = kernels.build_info()
-    return [judge_archs(info, capabilities())]
+        remedy = "python -m pip install ./sgl-kernel-sm120"
+        return fail("kernel package", str(error), remedy)
+    return judge_archs(kernels.build_info(), capabilities())
 
 
-def judge_archs(info: dict, capabilities: list[tuple[int, int]]) -> Finding:
+def judge_archs(info: dict, capabilities: list[tuple[int, int]]) -> list[Finding]:
     archs = info["archs"]
     detail = f"{KERNEL_DISTRIBUTION} {info['version']}, {len(info['cuda_ops'])} CUDA ops, code for {', '.join(archs) or 'no GPU'}"
     if not capabilities:
-        return Finding(
-            name="kernel package",
-            status=OK,
-            detail=detail + "; no GPU here, torch ops serve",
-        )
-    missing = [
+        return good("kernel package", detail + "; no GPU here, torch ops serve")
+    missing = {
         f"sm_{major}{minor}"
         for major, minor in capabilities
         if not covers(archs, major, minor)
-    ]
+    }
     if missing:
-        return Finding(
-            name="kernel package",
-            status=FAIL,
-            detail=f"{detail}; the GPU needs {', '.join(sorted(set(missing)))}",
-            remedy="Install a wheel built for it, or build: SGL_KERNEL_SM120_CUDA=1 python -m pip install ./sgl-kernel-sm120",
+        return fail(
+            "kernel package",
+            f"{detail}; the GPU needs {', '.join(sorted(missing))}",
+            "Install a wheel built for it, or build: SGL_KERNEL_SM120_CUDA=1 python -m pip install ./sgl-kernel-sm120",
         )
     if not info["cuda_ops"]:
-        return Finding(
-            name="kernel package",
-            status=FAIL,
-            detail=detail,
-            remedy="The library did not load: compare its CUDA version with torch's.",
-        )
-    return Finding(name="kernel package", status=OK, detail=detail)
+        remedy = "The library did not load: compare its CUDA version with torch's."
+        return fail("kernel package", detail, remedy)
+    return good("kernel package", detail)
 
 
 def covers(archs: list[str], major: int, minor: int) -> bool:

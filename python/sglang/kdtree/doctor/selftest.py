@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sglang.kdtree.doctor.check import FAIL, OK, WARN, Finding
+from sglang.kdtree.doctor.check import Finding, fail, good, warn
+
+REINSTALL = "Reinstall sgl-kernel-sm120 and report this."
 
 
 def tree_core() -> Iterable[Finding]:
@@ -21,39 +23,19 @@ def tree_core() -> Iterable[Finding]:
     ids = torch.tensor([[[11, 12], [21, 22]]])
     log_probs = torch.tensor([[[-1.0, -2.0], [-1.0, -3.0]]])
     tree = kernels.ddtree_build(torch.tensor([7]), ids, log_probs, 5)
-    expected = [7, 11, 12, 21, 21]
-    if tree.tokens[0].tolist() != expected or tree.parents[0].tolist() != [
-        -1,
-        0,
-        0,
-        1,
-        2,
-    ]:
-        return [
-            _broken(
-                f"tree of tokens {tree.tokens[0].tolist()}, parents {tree.parents[0].tolist()}"
-            )
-        ]
+    tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
+    if tokens != [7, 11, 12, 21, 21] or parents != [-1, 0, 0, 1, 2]:
+        return _broken(f"tree of tokens {tokens}, parents {parents}")
     target = torch.tensor([[12, 0, 21, 0, 99]])
     walk = kernels.tree_accept(tree.tokens, tree.parents, target, 3)
-    if walk.path[0].tolist() != [0, 2, 4] or int(walk.bonus[0]) != 99:
-        return [_broken(f"path {walk.path[0].tolist()}, bonus {int(walk.bonus[0])}")]
-    return [
-        Finding(
-            name="tree core",
-            status=OK,
-            detail="best-first tree and acceptance walk as expected",
-        )
-    ]
+    path, bonus = walk.path[0].tolist(), int(walk.bonus[0])
+    if path != [0, 2, 4] or bonus != 99:
+        return _broken(f"path {path}, bonus {bonus}")
+    return good("tree core", "best-first tree and acceptance walk as expected")
 
 
-def _broken(got: str) -> Finding:
-    return Finding(
-        name="tree core",
-        status=FAIL,
-        detail=f"wrong result: {got}",
-        remedy="Reinstall sgl-kernel-sm120 and report this.",
-    )
+def _broken(got: str) -> list[Finding]:
+    return fail("tree core", f"wrong result: {got}", REINSTALL)
 
 
 def verify_op() -> Iterable[Finding]:
@@ -78,21 +60,9 @@ def verify_op() -> Iterable[Finding]:
     expected = [(1 + 2) / 2, (1 + 2 + 4) / 3, (1 + 2 + 8) / 3]
     wanted = torch.tensor(expected).to(torch.bfloat16)
     if not torch.equal(out[0, :, 0, 0], wanted):
-        return [
-            Finding(
-                name="verify op",
-                status=FAIL,
-                detail=f"means {out[0, :, 0, 0].tolist()} instead of {wanted.tolist()}",
-                remedy="Reinstall sgl-kernel-sm120 and report this.",
-            )
-        ]
-    return [
-        Finding(
-            name="verify op",
-            status=OK,
-            detail="prefix, drafts and tree mask as expected (CPU)",
-        )
-    ]
+        detail = f"means {out[0, :, 0, 0].tolist()} instead of {wanted.tolist()}"
+        return fail("verify op", detail, REINSTALL)
+    return good("verify op", "prefix, drafts and tree mask as expected (CPU)")
 
 
 def prefix_cache_core() -> Iterable[Finding]:
@@ -101,28 +71,11 @@ def prefix_cache_core() -> Iterable[Finding]:
 
     wanted = envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.get()
     if wanted != "rust":
-        return [
-            Finding(
-                name="prefix cache",
-                status=OK,
-                detail=f"tree core {wanted}, by environment",
-            )
-        ]
+        return good("prefix cache", f"tree core {wanted}, by environment")
     try:
         from sglang.srt.mem_cache.rust_tree_core import mem_cache
     except ImportError as error:
-        return [
-            Finding(
-                name="prefix cache",
-                status=WARN,
-                detail=f"Python tree core: {error}",
-                remedy="Correct but slower; upstream's wheel bundles the compiled core for some Python versions only.",
-            )
-        ]
-    return [
-        Finding(
-            name="prefix cache",
-            status=OK,
-            detail=f"compiled tree core, {mem_cache.__file__.rsplit('/', 1)[-1]}",
-        )
-    ]
+        remedy = "Correct but slower; upstream's wheel bundles the compiled core for some Python versions only."
+        return warn("prefix cache", f"Python tree core: {error}", remedy)
+    name = mem_cache.__file__.rsplit("/", 1)[-1]
+    return good("prefix cache", f"compiled tree core, {name}")

@@ -9,14 +9,15 @@ import msgspec
 
 from sglang.kdtree.probe.nvml import Sample
 
-# Chosen on the case study: decode at 64k read SM 99.8 %, memory controller 1.2 %, 133 W, where
-# the kernel used 8 of 188 SMs and waited for memory; "SM %" only says that some kernel runs.
+# Chosen on an RTX PRO 6000 whose decode at 64k read SM 99.8 %, memory controller 1.2 %, 133 W, where
+# the stock tree verify used 8 of 188 SMs and waited for memory; "SM %" only says that some kernel runs.
 BUSY_PCT = 80.0
 IDLE_PCT = 50.0
 BANDWIDTH_PCT = 50.0
 LATENCY_MEMORY_PCT = 20.0
 LATENCY_POWER_SHARE = 0.6
 COMPUTE_POWER_SHARE = 0.75
+NAMES = ("host-bound", "bandwidth-bound", "compute-bound", "latency-bound", "mixed")
 
 
 class Means(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +34,7 @@ class Means(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Regime(msgspec.Struct, frozen=True, kw_only=True):
-    name: str  # host-bound, bandwidth-bound, compute-bound, latency-bound or mixed
+    name: str  # of NAMES
     reasoning: str
     remedy: str
 

@@ -35,6 +35,9 @@ METRIC_MISMATCHES = "sglang:kdtree_validate_mismatches_total"
 METRIC_MAX_ABS = "sglang:kdtree_validate_max_abs_error"
 METRIC_MEAN_REL = "sglang:kdtree_validate_mean_rel_error"
 
+# By which of the two is wrong: neither, ours, upstream's, both.
+VERDICTS = ("both-right", "kdtree-wrong", "upstream-wrong", "both-wrong")
+
 
 class Deviation(msgspec.Struct, frozen=True, kw_only=True):
     """One output against the reference. relative is the norm of the difference over the norm of the reference."""
@@ -56,7 +59,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     mask_layout: str
     kdtree: Deviation
     upstream: Deviation
-    verdict: str  # both-right, kdtree-wrong, upstream-wrong, both-wrong
+    verdict: str  # of VERDICTS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -140,12 +143,7 @@ def judge(r: Reproducer, *, limit: float) -> Judgement:
         mask_layout=r.mask_layout,
         kdtree=ours,
         upstream=theirs,
-        verdict={
-            (False, False): "both-right",
-            (True, False): "kdtree-wrong",
-            (False, True): "upstream-wrong",
-            (True, True): "both-wrong",
-        }[bad],
+        verdict=VERDICTS[bad[0] + 2 * bad[1]],
     )
 
 
