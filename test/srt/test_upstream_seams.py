@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from sglang.srt.mem_cache import allocation, allocation_sizing
+from sglang.srt.mem_cache import allocation, allocation_sizing, torch_slots
 
 
 def test_input_embeds_take_the_model_dtype():
@@ -31,7 +31,8 @@ def test_deterministic_inference_starts_on_cpu(monkeypatch):
 @pytest.fixture
 def no_triton(monkeypatch):
     """A backend that is not named torch_native, on a platform without Triton."""
-    monkeypatch.setattr(allocation, "attention_backends", lambda: ("kdtree_sm120", "kdtree_sm120"))
+    for module in (allocation, torch_slots):
+        monkeypatch.setattr(module, "attention_backends", lambda: ("kdtree_sm120", "kdtree_sm120"))
 
 
 def test_slot_ranges_are_written_without_triton(no_triton):

@@ -3,7 +3,13 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Callable, Optional
+
 import torch
+
+from sglang.srt.runtime_context import attention_backends
+from sglang.srt.utils import support_triton
 
 
 def write_slot_ranges(
@@ -12,8 +18,11 @@ def write_slot_ranges(
     start_offset: torch.Tensor,
     end_offset: torch.Tensor,
     slots: torch.Tensor,
+    batch_size: Optional[int] = None,
 ) -> None:
-    """req_to_token[row_i, start_i:end_i] = the next end_i - start_i of ``slots``."""
+    """req_to_token[row_i, start_i:end_i] = the next end_i - start_i of ``slots``.
+
+    batch_size is that of the Triton form's grid; the tensors say it here."""
     lengths = (end_offset - start_offset).long()
     rows = req_pool_indices.long().repeat_interleave(lengths)
     first = (start_offset.long() - lengths.cumsum(0) + lengths).repeat_interleave(
@@ -38,3 +47,14 @@ def gather_extend_slots(
         draft_token_num, device=device
     )
     return req_to_token[req_pool_indices.long()[:, None], columns].long().reshape(-1)
+
+
+def unless_triton(function: Callable, torch_form: Callable) -> Callable:
+    """The function, or its torch form where the platform launches no Triton kernel."""
+
+    @functools.wraps(function)
+    def dispatch(*args, **kwargs):
+        here = function if support_triton(attention_backends()[0]) else torch_form
+        return here(*args, **kwargs)
+
+    return dispatch

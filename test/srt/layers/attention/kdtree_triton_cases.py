@@ -7,7 +7,14 @@ import torch
 from srt.attention_naive import Pool
 
 from sglang.srt.configs.model_config import AttentionArch
-from sglang.srt.layers.attention import kdtree_report, kdtree_triton_backend, triton_backend
+from sglang.srt.layers.attention import (
+    kdtree_report,
+    kdtree_serving,
+    kdtree_triton_backend,
+    kdtree_triton_draft,
+    kdtree_triton_serving,
+    triton_backend,
+)
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.ddtree_info import DDTreeVerifyInput
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
@@ -40,6 +47,7 @@ def patch_settings(monkeypatch, *, mode="on", algorithm="DDTREE", width=4, dump_
             ),
             dllm=SimpleNamespace(dllm_algorithm=None),
             deterministic=SimpleNamespace(enable_deterministic_inference=False),
+            overlap=SimpleNamespace(enable_two_batch_overlap=False),
         ),
         spec=SimpleNamespace(
             speculative_algorithm=algorithm, speculative_num_draft_tokens=width if algorithm else None,
@@ -52,7 +60,15 @@ def patch_settings(monkeypatch, *, mode="on", algorithm="DDTREE", width=4, dump_
         schedule=SimpleNamespace(chunked_prefill_size=4096, page_size=1),
         observability=SimpleNamespace(enable_metrics=False),
     )  # fmt: skip
-    for module in (triton_backend, kdtree_triton_backend, kdtree_report):
+    modules = (
+        triton_backend,
+        kdtree_serving,
+        kdtree_triton_serving,
+        kdtree_triton_backend,
+        kdtree_triton_draft,
+        kdtree_report,
+    )
+    for module in modules:
         for name in vars(values):
             if hasattr(module, f"get_{name}"):
                 monkeypatch.setattr(module, f"get_{name}", lambda name=name: getattr(values, name))
@@ -97,6 +113,38 @@ def make_backend(monkeypatch, *, width=4, algorithm="DDTREE", mode="on", dump_di
     patch_settings(monkeypatch, mode=mode, algorithm=algorithm, width=width, dump_dir=dump_dir)
     monkeypatch.setattr(triton_backend, "get_device_core_count", lambda gpu_id: cores)
     return kdtree_triton_backend.KDTreeTritonBackend(make_runner(width=width, **fields))
+
+
+def make_draft_backend(monkeypatch, *, width=4, mode="on", cores=0, **fields):
+    patch_settings(monkeypatch, mode=mode, algorithm="EAGLE", width=width)
+    monkeypatch.setattr(triton_backend, "get_device_core_count", lambda gpu_id: cores)
+    monkeypatch.setattr(kdtree_triton_draft, "resolve_num_tokens_per_req", lambda phase: width)
+    runner = make_runner(width=width, **fields)
+    runner.is_draft_worker = True
+    return kdtree_triton_draft.create_draft_extend_backend(runner)
+
+
+def draft_extend_batch(rows, lens, *, width=4, bucket=None, table=None, device="cpu"):
+    """What EAGLE's worker hands over after a verification: lens count the committed tokens and the window of N.
+    ``bucket``: padded as the draft extend's graph runner pads, whose request buffers are longer than the batch."""
+    padding = 0 if bucket is None else bucket - len(rows)
+    slots = [] if table is None else [table[r, n - width : n].cpu() for r, n in zip(rows, lens, strict=True)]
+    loc = None if table is None else torch.cat([*slots, torch.zeros(padding * width)]).long().to(device)
+    longer = 0 if bucket is None else 1
+    size = len(rows) + padding
+    return SimpleNamespace(
+        forward_mode=ForwardMode.DRAFT_EXTEND_V2, batch_size=size, kv_loc_plan=None, encoder_lens=None,
+        spec_info=SimpleNamespace(
+            num_tokens_per_req=width, num_front_tokens=0, custom_mask=None,
+            extend_seq_lens_tensor=torch.full((size,), width, dtype=torch.int32, device=device),
+        ),
+        req_pool_indices=torch.tensor(list(rows) + [0] * (padding + longer), device=device),
+        seq_lens=torch.tensor(list(lens) + [1] * (padding + longer), device=device), seq_lens_sum=None,
+        seq_lens_cpu=None, extend_prefix_lens=torch.tensor([n - width for n in lens], device=device),
+        extend_prefix_lens_cpu=[n - width for n in lens],
+        extend_seq_lens=torch.full((len(rows),), width, device=device), extend_seq_lens_cpu=[width] * len(rows),
+        out_cache_loc=loc, out_cache_loc_is_physical=True,
+    )  # fmt: skip
 
 
 def chain_input(width, mask=None):

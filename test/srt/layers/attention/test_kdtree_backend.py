@@ -13,10 +13,17 @@ import torch
 from srt.attention_naive import Pool, make_layer, naive_attention
 
 import sgl_kernel_sm120
+from sglang.kdtree.probe.reproducer import load_reproducer, recompute
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.attention import kdtree_backend, kdtree_verify
-from sglang.srt.layers.attention.kdtree_backend import KDTreeVerifyBackend
+from sglang.srt.layers.attention import (
+    kdtree_backend,
+    kdtree_report,
+    kdtree_serving,
+    kdtree_torch_backend,
+    kdtree_verify,
+)
 from sglang.srt.layers.attention.kdtree_metadata import full_mask, full_mask_indptr
+from sglang.srt.layers.attention.kdtree_torch_backend import KDTreeVerifyBackend
 from sglang.srt.layers.attention.kdtree_verify import VerifyErrors
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.ddtree_info import DDTreeVerifyInput
@@ -33,7 +40,7 @@ def settings(monkeypatch):
     """The published configuration that the backend reads."""
     kernel = SimpleNamespace(
         kdtree_verify="on", attention_backend="kdtree_sm120", prefill_attention_backend=None,
-        decode_attention_backend=None,
+        decode_attention_backend=None, kdtree_dump_dir=None,
     )  # fmt: skip
     values = SimpleNamespace(
         kernel=kernel,
@@ -42,8 +49,16 @@ def settings(monkeypatch):
             speculative_num_draft_tokens=N, speculative_algorithm="DDTREE", speculative_attention_mode="prefill"
         ),
         backends=("kdtree_sm120", "kdtree_sm120"),
+        metrics=False,
     )
-    monkeypatch.setattr(kdtree_backend, "get_exec", lambda: SimpleNamespace(kernel=values.kernel))
+    parallel = SimpleNamespace(attn_tp_size=1, tp_rank=0, pp_rank=0)
+    for module in (kdtree_backend, kdtree_serving):
+        monkeypatch.setattr(module, "get_exec", lambda: SimpleNamespace(kernel=values.kernel))
+    for module in (kdtree_serving, kdtree_torch_backend, kdtree_report):
+        monkeypatch.setattr(module, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(kdtree_report, "get_observability", lambda: SimpleNamespace(enable_metrics=values.metrics))
+    monkeypatch.setattr(kdtree_report, "get_serving", lambda: SimpleNamespace(served_model_name="a-model"))
+    monkeypatch.setattr(kdtree_report.atexit, "register", lambda function: None)
     monkeypatch.setattr(kdtree_backend, "get_schedule", lambda: values.schedule)
     monkeypatch.setattr(kdtree_backend, "get_spec", lambda: values.spec)
     monkeypatch.setattr(kdtree_backend, "attention_backends", lambda: values.backends)
@@ -65,7 +80,9 @@ def make_case(seed=0, page_size=1):
         table=table, pool=pool, layer=make_layer(NUM_HEADS, 1, 576, 512), out_cache_loc=torch.cat(write).long(),
         q=torch.randn(total, NUM_HEADS * 576, generator=generator), k=torch.randn(total, 1, 576, generator=generator),
         runner=SimpleNamespace(
-            req_to_token_pool=SimpleNamespace(req_to_token=table), token_to_kv_pool=pool, device="cpu"
+            req_to_token_pool=SimpleNamespace(req_to_token=table), token_to_kv_pool=pool, device="cpu",
+            page_size=page_size, dtype=torch.float32, decode_num_tokens_per_req=lambda: N,
+            model_config=SimpleNamespace(get_max_num_attention_heads=lambda: NUM_HEADS),
         ),
     )  # fmt: skip
 
@@ -133,20 +150,43 @@ def test_on_runs_the_kernel_and_off_does_not(settings, monkeypatch):
     assert len(calls) == 1
 
 
-def test_decode_and_extend_are_the_stock_backend(settings):
-    """Only TARGET_VERIFY is planned; a step left over from it must not catch the next forward."""
-    case = make_case()
-    backend = KDTreeVerifyBackend(case.runner)
-    verify(case, backend=backend)
-    batch = SimpleNamespace(
+def decode_batch(case):
+    return SimpleNamespace(
         forward_mode=ForwardMode.DECODE, batch_size=2, req_pool_indices=torch.tensor(ROWS),
         seq_lens=torch.tensor(PREFIXES) + 1, spec_info=None, out_cache_loc=case.out_cache_loc[::N],
         out_cache_loc_is_physical=True,
     )  # fmt: skip
+
+
+def decode(case, backend):
+    """One token a request: where the root of a tree would be."""
+    batch = decode_batch(case)
+    backend.init_forward_metadata(batch)
+    return backend.forward(case.q[::N], case.k[::N], case.k[::N, :, :512], case.layer, batch)
+
+
+@pytest.mark.parametrize("mode", ["off", "validate", "on"])
+def test_plain_decoding_is_served_after_a_verification(settings, mode):
+    settings.kernel.kdtree_verify = mode
+    case = make_case()
+    backend = KDTreeVerifyBackend(case.runner)
+    verify(case, backend=backend)
+    close(decode(case, backend), naive(case)[::N])
+    if mode != "off":
+        assert (backend.step.num_tokens, backend.step.tree_mask) == (1, None)
+
+
+def test_prefill_is_the_stock_backend_and_leaves_no_step(settings):
+    """A step left over from a verification must not catch the next forward."""
+    case = make_case()
+    backend = KDTreeVerifyBackend(case.runner)
+    verify(case, backend=backend)
+    batch = decode_batch(case)
+    batch.forward_mode, batch.extend_seq_lens = ForwardMode.EXTEND, torch.ones(2, dtype=torch.int64)
     backend.init_forward_metadata(batch)
     out = backend.forward(case.q[::N], case.k[::N], case.k[::N, :, :512], case.layer, batch)
     assert backend.step is None
-    close(out, naive(case)[::N])  # the root is where a decode step would be
+    close(out, naive(case)[::N])
 
 
 # Three bugs that change results and nothing else.
@@ -221,17 +261,65 @@ def test_validate_counts_and_returns_the_stock_result(settings, monkeypatch, cap
     case = make_case()
     backend = KDTreeVerifyBackend(case.runner)
     verify(case, backend=backend)
-    assert "8 rows compared, 0 over the limit" in backend.errors.report()
+    assert "8 rows compared, 0 over the limit" in backend.validation.errors.report()
 
-    wrong = sgl_kernel_sm120.mla_tree_verify
-    monkeypatch.setattr(kdtree_verify, "mla_tree_verify", lambda *a, **k: wrong(*a, **k).add_(0.25))
+    right = sgl_kernel_sm120.mla_tree_verify
+    monkeypatch.setattr(kdtree_verify, "mla_tree_verify", lambda *a, **k: right(*a, **k).add_(0.25))
     close(verify(case, backend=backend), naive(case))
-    assert "16 rows compared, 8 over the limit, max abs error 2.5" in backend.errors.report()
+    assert "16 rows compared, 8 over the limit, max abs error 2.5" in backend.validation.errors.report()
 
-    with caplog.at_level(logging.INFO, logger=kdtree_backend.__name__):
-        backend.log_errors()
+    with caplog.at_level(logging.INFO):
+        backend.validation.finish()
+    assert "kdtree_sm120 validate: mismatch, layer 0, s_q 4" in caplog.text
     assert "kdtree_sm120 validate: 16 rows compared" in caplog.text
     assert caplog.text.rstrip().endswith("2 steps")
+
+
+def test_a_mismatch_is_written_as_a_file_that_recomputes(settings, monkeypatch, tmp_path):
+    settings.kernel.kdtree_verify, settings.kernel.kdtree_dump_dir = "validate", str(tmp_path)
+    case = make_case()
+    backend = KDTreeVerifyBackend(case.runner)
+    right = sgl_kernel_sm120.mla_tree_verify
+    with monkeypatch.context() as patch:
+        patch.setattr(kdtree_verify, "mla_tree_verify", lambda *a, **k: right(*a, **k).add_(0.25))
+        verify(case, backend=backend)
+    backend.validation.finish()
+    (path,) = tmp_path.iterdir()
+    dump = load_reproducer(path)
+    assert dump.tensors["q"].dtype == dump.tensors["kv_rows"].dtype == torch.float32
+    assert (dump.context, dump.s_q) == (PREFIXES[0], N)
+    again = recompute(dump)
+    torch.testing.assert_close(again.flatten(), dump.tensors["out_reference"].flatten(), rtol=1e-4, atol=1e-4)
+    error = (dump.tensors["out_kdtree"] - dump.tensors["out_reference"]).abs()
+    torch.testing.assert_close(error, torch.full_like(error, 0.25))
+
+
+def test_validate_exports_what_the_probe_reads(settings):
+    registry = pytest.importorskip("prometheus_client").REGISTRY
+
+    settings.kernel.kdtree_verify, settings.metrics = "validate", True
+    labels = {"model_name": "a-model", "engine_type": "unified", "tp_rank": "0", "pp_rank": "0"}
+
+    def rows():
+        return registry.get_sample_value("sglang:kdtree_validate_rows_total", labels) or 0
+
+    before = rows()
+    # Two backends of one process, as adaptive speculation makes, add to one counter.
+    for _ in range(2):
+        case = make_case()
+        backend = KDTreeVerifyBackend(case.runner)
+        verify(case, backend=backend)
+        backend.validation.finish()
+    assert rows() - before == 2 * len(ROWS) * N
+    assert registry.get_sample_value("sglang:kdtree_validate_max_abs_error", labels | {"layer": "0"}) < 1e-4
+
+
+def test_what_the_reference_serves_in_the_kernels_place_is_counted(settings):
+    case = make_case()
+    case.layer.sliding_window_size = 1000
+    backend = KDTreeVerifyBackend(case.runner)
+    close(verify(case, backend=backend), naive(case))  # with the tree's mask
+    assert backend.fallbacks == {"sliding window (layer 0)": 1}
 
 
 def test_a_nan_is_over_the_limit():

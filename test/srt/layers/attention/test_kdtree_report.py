@@ -144,7 +144,7 @@ def test_the_log_line_and_the_exit_line(monkeypatch, tmp_path, caplog):
 
 def test_metrics_add_up(monkeypatch, tmp_path):
     REGISTRY = pytest.importorskip("prometheus_client").REGISTRY
-    labels = {"model_name": "m", "tp_rank": "0"}
+    labels = {"model_name": "m", "engine_type": "unified", "tp_rank": "0", "pp_rank": "0"}
     metrics = KDTreeMetrics(labels)
     case = make_case(monkeypatch, tmp_path, metrics=metrics)
     reference = case.ours.clone()

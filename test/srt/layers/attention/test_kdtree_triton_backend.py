@@ -25,11 +25,11 @@ from srt.layers.attention.kdtree_triton_cases import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sgl_kernel_sm120
-from sglang.kdtree.plan.buffers import partials_bytes
-from sglang.srt.layers.attention import kdtree_backend, kdtree_triton_backend
+from sglang.kdtree.plan.buffers import workspace_bytes
+from sglang.srt.layers.attention import kdtree_backend, kdtree_serving, kdtree_torch_backend, kdtree_triton_backend
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.layers.attention.kdtree_metadata import full_mask, visible_of_full_mask
-from sglang.srt.layers.attention.kdtree_triton_backend import tensor_bytes
+from sglang.srt.layers.attention.kdtree_triton_serving import tensor_bytes
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -48,6 +48,23 @@ def graph_backend(monkeypatch):
     backend = make_backend(monkeypatch)
     backend.init_cuda_graph_state(5, 5 * N)
     return backend
+
+
+@pytest.fixture
+def stock(monkeypatch):
+    """The stock kernels are Triton's. Counts calls of the base class and gives what the test puts into `answer`."""
+    record = SimpleNamespace(calls=[], answer=None)
+
+    def forward(name):
+        def stand_in(self, q, k, v, layer, forward_batch, save_kv_cache=True, **options):
+            record.calls.append(name)
+            return record.answer if record.answer is not None else q.new_full((q.shape[0], NUM_HEADS * 512), 7.0)
+
+        return stand_in
+
+    monkeypatch.setattr(TritonAttnBackend, "forward_extend", forward("extend"))
+    monkeypatch.setattr(TritonAttnBackend, "forward_decode", forward("decode"))
+    return record
 
 
 def random_trees(generator, count):
@@ -255,6 +272,29 @@ def test_an_eager_step_gives_tree_attention(monkeypatch, known_sum):
     torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("layout", [tree_in_place, tree_apart, tree_full, ngram])
+@pytest.mark.parametrize("mode", ["on", "validate"])
+def test_requests_added_by_data_parallel_padding_are_chains(monkeypatch, stock, mode, layout):
+    """Upstream pads an eager batch to the other ranks' size after the mask was built, with row 0 and length 1."""
+    backend = make_backend(monkeypatch, mode=mode)
+    rows, prefixes = [2, 5], [9, 33]
+    spec_info = layout(TREE.expand(2, N, N).clone(), prefixes, backend)
+    batch = batch_of(rows, prefixes, spec_info, bucket=4, table=backend.req_to_token)
+    batch.seq_lens_sum += 2
+    backend.init_forward_metadata(batch)
+    assert torch.equal(backend.step.tree_mask[:2].bool(), TREE.expand(2, N, N).bool())
+    assert backend.step.indptr.tolist() == [0, 13, 50, 55, 60]
+    assert backend.step.indices[50:60].tolist() == [0] * 10
+    q, layer, out = run_layer(backend, batch)
+    if mode == "on":
+        expected = naive(backend, rows, prefixes, q, TREE.expand(2, N, N), layer)
+        torch.testing.assert_close(out[: 2 * N].double(), expected, rtol=2e-5, atol=2e-5)
+        assert out.isfinite().all()
+    else:
+        visible = visible_of_full_mask(backend.forward_metadata.custom_mask, torch.tensor(prefixes), N)
+        assert torch.equal(visible, TREE.expand(2, N, N).bool())
+
+
 def test_more_rows_than_the_batch_has_give_zeros(monkeypatch):
     """Data-parallel padding of an eager batch."""
     backend = make_backend(monkeypatch)
@@ -374,10 +414,10 @@ BIG = dict(width=64, heads=16, context=131_072, requests=48, cores=188)
 def graph_state_bytes(monkeypatch, mode):
     backend = make_backend(monkeypatch, mode=mode, **BIG)
     monkeypatch.setattr(backend, "device", "meta")
-    own = tensor_bytes(backend) - backend.req_to_token.nbytes
+    own = tensor_bytes(backend) - backend.req_to_token.nbytes + (backend.masks.nbytes if backend.masks else 0)
     backend.init_cuda_graph_state(48, 48 * 64)
     # On a GPU also the workspace; the CPU's is empty.
-    workspace = partials_bytes(batch=48, rows_per_request=64 * 16)
+    workspace = workspace_bytes(batch=48, tree_size=64, heads=16)
     return own + backend.graph_bytes + workspace, backend
 
 
@@ -399,28 +439,11 @@ def test_modes_that_need_the_stock_mask_add_its_size_alone(monkeypatch, mode, li
 
 @pytest.mark.skipif(sgl_kernel_sm120.build_info()["library"] is None, reason="no compiled library")
 def test_the_workspace_stays_under_the_bound_that_sizes_it():
-    workspace_bytes = sgl_kernel_sm120.attention._host_function("workspace_bytes")
-    assert workspace_bytes(48, 64, 16, 188) <= partials_bytes(batch=48, rows_per_request=64 * 16)
+    compiled = sgl_kernel_sm120.attention._host_function("workspace_bytes")
+    assert compiled(48, 64, 16, 188) <= workspace_bytes(batch=48, tree_size=64, heads=16)
 
 
-# Modes and fallbacks. The stock kernels are Triton's: here they give a known tensor.
-
-
-@pytest.fixture
-def stock(monkeypatch):
-    """Counts calls of the base class and gives what the test puts into `answer`."""
-    record = SimpleNamespace(calls=[], answer=None)
-
-    def forward(name):
-        def stand_in(self, q, k, v, layer, forward_batch, save_kv_cache=True, **options):
-            record.calls.append(name)
-            return record.answer if record.answer is not None else q.new_full((q.shape[0], NUM_HEADS * 512), 7.0)
-
-        return stand_in
-
-    monkeypatch.setattr(TritonAttnBackend, "forward_extend", forward("extend"))
-    monkeypatch.setattr(TritonAttnBackend, "forward_decode", forward("decode"))
-    return record
+# Modes and fallbacks.
 
 
 def eager_tree(monkeypatch, mode, layer_fields=None, options=None, spec_info=None):
@@ -464,10 +487,10 @@ def test_validate_in_a_graph_refills_the_stock_mask(monkeypatch):
     backend = make_backend(monkeypatch, mode="validate")
     backend.init_cuda_graph_state(3, 3 * N)
     capture(backend, 3)
-    assert backend.forward_metadata.custom_mask is backend.full_mask
+    assert backend.forward_metadata.custom_mask is backend.masks.full
     for rows, prefixes in (([1, 2, 3], [30, 20, 10]), ([4], [3])):
         replay(backend, rows, prefixes, tree_apart(TREE.expand(len(rows), N, N), None, None), 3)
-        visible = visible_of_full_mask(backend.full_mask, torch.tensor(prefixes), N)
+        visible = visible_of_full_mask(backend.masks.full, torch.tensor(prefixes), N)
         assert torch.equal(visible, TREE.expand(len(rows), N, N))
 
 
@@ -503,7 +526,7 @@ def test_the_mask_is_kept_where_a_layer_is_known_to_go_to_triton(monkeypatch, st
             self.attn_mqa = RadixAttention(NUM_HEADS, 576, 1.0, 1, 4, v_head_dim=512, sliding_window_size=8)
             self.attn_mha = RadixAttention(NUM_HEADS, 192, 1.0, NUM_HEADS, 4, v_head_dim=128)
 
-    assert kdtree_triton_backend.unserved_mla_layers(Model()) == {"sliding window": [4]}
+    assert kdtree_serving.unserved_mla_layers(Model()) == {"sliding window": [4]}
     runner = make_runner()
     runner.model = Model()
     patch_settings(monkeypatch)
@@ -532,6 +555,7 @@ def factory(monkeypatch):
     values = patch_settings(monkeypatch)
     for name in ("exec", "spec", "parallel", "schedule"):
         monkeypatch.setattr(kdtree_backend, f"get_{name}", lambda name=name: getattr(values, name))
+    monkeypatch.setattr(kdtree_torch_backend, "get_parallel", lambda: values.parallel)
     monkeypatch.setattr(kdtree_backend, "attention_backends", lambda: ("kdtree_sm120", "kdtree_sm120"))
     monkeypatch.setattr(kdtree_backend, "require_torch_cpu", lambda user: None)
     monkeypatch.setattr(kdtree_backend, "cuda_available_ops", lambda: ("mla_tree_verify",))
@@ -549,7 +573,7 @@ def factory(monkeypatch):
 def test_the_interpreter_selects_the_form_over_triton(factory, monkeypatch):
     assert type(factory.create()) is kdtree_triton_backend.KDTreeTritonBackend
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert type(factory.create()) is kdtree_backend.KDTreeVerifyBackend
+    assert type(factory.create()) is kdtree_torch_backend.KDTreeVerifyBackend
 
 
 def test_a_drafter_gets_the_stock_backend(factory):
@@ -583,11 +607,17 @@ def test_a_gpu_without_compiled_kernels_is_refused(factory, monkeypatch):
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE"])
-def test_eagle_needs_a_backend_for_its_drafts(factory, algorithm):
+def test_eagle_needs_no_backend_named_for_its_drafts(factory, algorithm):
     factory.values.spec.speculative_algorithm = algorithm
-    with pytest.raises(ValueError, match="add --speculative-draft-attention-backend triton"):
+    assert type(factory.create()) is kdtree_triton_backend.KDTreeTritonBackend
+
+
+def test_two_batch_overlap_is_refused_where_drafts_are_verified(factory):
+    """Upstream splits a mask between the two batches by the FULL layout's offsets."""
+    factory.values.exec.overlap.enable_two_batch_overlap = True
+    with pytest.raises(ValueError, match="--enable-two-batch-overlap cannot split .*; leave that flag out"):
         factory.create()
-    factory.values.spec.speculative_draft_attention_backend = "triton"
+    factory.values.spec.speculative_algorithm = None
     factory.create()
 
 
@@ -606,7 +636,7 @@ def test_decode_context_parallelism_is_refused(factory):
 
 
 def test_the_start_up_line_says_what_runs_and_that_no_gpu_has(monkeypatch, caplog):
-    with caplog.at_level("INFO", logger=kdtree_triton_backend.__name__):
+    with caplog.at_level("INFO"):
         make_backend(monkeypatch, mode="validate").init_cuda_graph_state(5, 5 * N)
     made, line = [r.getMessage() for r in caplog.records if r.levelname == "INFO"]
     assert "graph buffers 0.0 MB" in made and "graph buffers 0.0 MB" not in line

@@ -1,31 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention backend kdtree_sm120: drafts of MLA models are verified by sgl_kernel_sm120
-over one list of prefix and draft slots; everything else is the stock backend's."""
+"""Attention backend kdtree_sm120: which form a runner gets, and what is refused.
+
+Drafts of MLA models are verified by sgl_kernel_sm120 over one list of prefix and draft
+slots; plain decoding and EAGLE's draft extend run on the same kernel, and everything
+else is the stock backend's: Triton's (kdtree_triton_backend) or, on a CPU, the torch
+reference (kdtree_torch_backend).
+"""
 
 from __future__ import annotations
 
-import atexit
-import logging
 import os
-from typing import TYPE_CHECKING, Optional
 
 import torch
 from sgl_kernel_sm120 import cuda_available_ops
+from sgl_kernel_sm120.attention import MAX_B, MAX_S_Q
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.kdtree_verify import (
-    MAX_BATCH,
-    MAX_DRAFT_TOKENS,
-    QK_HEAD_DIM,
-    V_HEAD_DIM,
-    TreeVerifier,
-    VerifyErrors,
-    VerifyStep,
-)
-from sglang.srt.layers.attention.torch_reference_backend import (
-    TorchReferenceAttnBackend,
-    check_layer,
-)
+from sglang.srt.layers.attention.kdtree_verify import KV_DTYPES, QK_HEAD_DIM, V_HEAD_DIM
 from sglang.srt.models.deepseek_common.attention_backend_handler import (
     AttentionBackendRegistry,
     handle_attention_triton,
@@ -41,97 +32,6 @@ from sglang.srt.runtime_context import (
     get_schedule,
     get_spec,
 )
-from sglang.srt.speculative.ddtree_info import verify_mask_of
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-logger = logging.getLogger(__name__)
-
-# Verification steps between two reports of --kdtree-verify validate.
-REPORT_INTERVAL = 256
-
-EAGLE_FAMILY = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
-
-
-class KDTreeVerifyBackend(TorchReferenceAttnBackend):
-    """kdtree_sm120 on a CPU: the kernel's CPU form over torch_reference.
-
-    kdtree_triton_backend has the CUDA form.
-    """
-
-    def __init__(self, runner):
-        super().__init__(runner)
-        self.mode = get_exec().kernel.kdtree_verify
-        self.verifier = TreeVerifier(
-            req_to_token=self.req_to_token, page_size=get_schedule().page_size
-        )
-        self.step: Optional[VerifyStep] = None
-        self.errors: Optional[VerifyErrors] = None
-        if self.mode == "validate":
-            self.first_layer = runner.token_to_kv_pool.start_layer
-            self.errors = VerifyErrors(
-                runner.token_to_kv_pool.layer_num, torch.device(runner.device)
-            )
-            self.steps_validated = 0
-            atexit.register(self.log_errors)
-
-    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        if self.mode != "on" or not forward_batch.forward_mode.is_target_verify():
-            super().init_forward_metadata(forward_batch)
-        self.step = None
-        if self.mode != "off" and forward_batch.forward_mode.is_target_verify():
-            self.step = self.plan_step(forward_batch)
-
-    def plan_step(self, forward_batch: ForwardBatch) -> VerifyStep:
-        prefix_lens = forward_batch.seq_lens
-        num_tokens = int(forward_batch.spec_info.draft_token_num)
-        return self.verifier.plan_step(
-            req_pool_indices=forward_batch.req_pool_indices,
-            prefix_lens=prefix_lens,
-            num_tokens=num_tokens,
-            # Free on a CPU. A device form takes the host's bound.
-            max_indices=int((prefix_lens + num_tokens).sum()),
-            tree_mask=verify_mask_of(forward_batch.spec_info, prefix_lens.numel()),
-        )
-
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs,
-    ) -> torch.Tensor:
-        if self.step is None:
-            return super().forward_extend(
-                q, k, v, layer, forward_batch, save_kv_cache, **kwargs
-            )
-        check_layer(layer, kwargs)
-        if save_kv_cache and k is not None:
-            self.write_kv(layer, forward_batch, k, v)
-        kv_cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-        ours = self.verifier.run(self.step, q, kv_cache, layer)
-        if self.mode == "on":
-            return ours
-        reference = super().forward_extend(q, k, v, layer, forward_batch, False)
-        self.count_errors(layer.layer_id - self.first_layer, ours, reference)
-        return reference
-
-    def count_errors(
-        self, layer_index: int, ours: torch.Tensor, reference: torch.Tensor
-    ) -> None:
-        if layer_index == 0:
-            if self.steps_validated and self.steps_validated % REPORT_INTERVAL == 0:
-                self.log_errors()
-            self.steps_validated += 1
-        self.errors.update(layer_index, ours, reference)
-
-    def log_errors(self) -> None:
-        logger.info("%s, %d steps", self.errors.report(), self.steps_validated)
 
 
 def create_kdtree_backend(runner) -> AttentionBackend:
@@ -142,12 +42,14 @@ def create_kdtree_backend(runner) -> AttentionBackend:
         check_runner(runner)
         check_page_size(get_schedule().page_size)
         check_verify_goes_to("kdtree_sm120")
+        from sglang.srt.layers.attention.kdtree_torch_backend import KDTreeVerifyBackend
+
         return KDTreeVerifyBackend(runner)
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
     AttentionBackendRegistry.register("kdtree_sm120", handle_attention_triton)
     if runner.is_draft_worker:
-        # A drafter's own prefill. It may be no MLA model at all.
+        # What kdtree_triton_draft does not replace; it may be no MLA model at all.
         return TritonAttnBackend(runner)
     check_runner(runner)
     check_page_size(get_schedule().page_size)
@@ -175,22 +77,18 @@ def check_over_triton(runner) -> None:
             "kdtree_sm120 does not support --dcp-size above 1; use --attention-backend "
             "triton."
         )
-    spec = get_spec()
-    if spec.speculative_algorithm is None:
+    if get_spec().speculative_algorithm is None:
         return
-    if runner.req_to_token_pool.size > MAX_BATCH:
+    if runner.req_to_token_pool.size > MAX_B:
         raise ValueError(
-            f"kdtree_sm120 verifies at most {MAX_BATCH} requests at once, and "
+            f"kdtree_sm120 verifies at most {MAX_B} requests at once, and "
             f"--max-running-requests is {runner.req_to_token_pool.size}."
         )
-    if (
-        spec.speculative_algorithm in EAGLE_FAMILY
-        and spec.speculative_draft_attention_backend is None
-    ):
+    if get_exec().overlap.enable_two_batch_overlap:
         raise ValueError(
-            f"{spec.speculative_algorithm} drafts on an attention backend of its own "
-            "kind, which kdtree_sm120 is not; add --speculative-draft-attention-backend "
-            "triton."
+            "kdtree_sm120 keeps the tree mask in a layout that "
+            "--enable-two-batch-overlap cannot split between its two batches; leave "
+            "that flag out, or use --attention-backend triton."
         )
 
 
@@ -211,7 +109,7 @@ def check_device(runner) -> None:
             f"kdtree_sm120 computes in bfloat16, and the model runs in {runner.dtype}; "
             "add --dtype bfloat16."
         )
-    if runner.kv_cache_dtype not in (torch.bfloat16, torch.float8_e4m3fn):
+    if runner.kv_cache_dtype not in KV_DTYPES:
         raise ValueError(
             f"kdtree_sm120 reads KV in bfloat16 or fp8_e4m3, not in "
             f"{runner.kv_cache_dtype}; change --kv-cache-dtype."
@@ -241,9 +139,9 @@ def check_runner(runner) -> None:
             "--attention-backend torch_reference on a CPU, triton on a GPU."
         )
     num_tokens = get_spec().speculative_num_draft_tokens
-    if num_tokens is not None and num_tokens > MAX_DRAFT_TOKENS:
+    if num_tokens is not None and num_tokens > MAX_S_Q:
         raise ValueError(
-            f"kdtree_sm120 verifies at most {MAX_DRAFT_TOKENS} tokens a request; "
+            f"kdtree_sm120 verifies at most {MAX_S_Q} tokens a request; "
             f"--speculative-num-draft-tokens is {num_tokens}."
         )
 

@@ -18,3 +18,9 @@ def create_torch_reference_backend(runner):
     )
 
     return TorchReferenceAttnBackend(runner)
+
+
+def offer_draft_backends(runner, backends, *, multi_step):
+    from sglang.srt.layers.attention.kdtree_triton_draft import offer_draft_backends
+
+    offer_draft_backends(runner, backends, multi_step=multi_step)

@@ -10,6 +10,7 @@ the host before each step: it starts a copy to the host, and reads one that has 
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import pathlib
 from typing import TYPE_CHECKING, List, Optional
@@ -39,19 +40,15 @@ REPORT_INTERVAL = 256
 DUMP_LIMIT_BYTES = 256 << 20
 
 
-class KDTreeMetrics:
-    """Counters and gauges of one rank. ``labels`` None exports nothing."""
+class Collectors:
+    """The process's Prometheus collectors. Several backends can share a process: a
+    drafter's, those of adaptive speculation, those of PD multiplexing."""
 
-    def __init__(self, labels: Optional[dict[str, str]]):
-        self._labels = labels
-        self._exported = dict.fromkeys(("rows", "rows_over_ulp", "mismatches"), 0)
-        if labels is None:
-            return
+    def __init__(self, names: tuple[str, ...]):
         # Upstream sets PROMETHEUS_MULTIPROC_DIR before this import may happen.
         from prometheus_client import Counter, Gauge
 
-        names = list(labels)
-        self._counters = {
+        self.counters = {
             "rows": Counter(
                 name="sglang:kdtree_validate_rows_total",
                 documentation="Rows (tokens of a layer) that validate mode compared.",
@@ -68,13 +65,13 @@ class KDTreeMetrics:
                 labelnames=names,
             ),
         }
-        self._fallbacks = Counter(
+        self.fallbacks = Counter(
             name="sglang:kdtree_fallback_calls_total",
-            documentation="Attention calls that went to Triton. A call of a captured "
-            "step counts once, at its capture.",
+            documentation="Attention calls that went to the stock backend. A call of a "
+            "captured step counts once, at its capture.",
             labelnames=[*names, "reason"],
         )
-        self._gauges = {
+        self.gauges = {
             "max_abs": Gauge(
                 name="sglang:kdtree_validate_max_abs_error",
                 documentation="Largest difference of an element since the start.",
@@ -89,21 +86,37 @@ class KDTreeMetrics:
             ),
         }
 
+
+collectors_of = functools.cache(Collectors)
+
+
+class KDTreeMetrics:
+    """One backend's share of the counters and gauges of a rank. ``labels`` None exports
+    nothing; ``part`` stands before the layer's number."""
+
+    def __init__(self, labels: Optional[dict[str, str]], part: str = ""):
+        self._labels = labels
+        self._part = part
+        self._exported = dict.fromkeys(("rows", "rows_over_ulp", "mismatches"), 0)
+        if labels is not None:
+            self._collectors = collectors_of(tuple(labels))
+
     def fell_back(self, reason: str) -> None:
         if self._labels is not None:
-            self._fallbacks.labels(**self._labels, reason=reason).inc()
+            self._collectors.fallbacks.labels(**self._labels, reason=reason).inc()
 
     def validated(self, layers: List[LayerErrors], first_layer: int) -> None:
         """``layers`` are totals since the start."""
         if self._labels is None:
             return
-        for name, counter in self._counters.items():
+        for name, counter in self._collectors.counters.items():
             total = sum(getattr(errors, name) for errors in layers)
             counter.labels(**self._labels).inc(total - self._exported[name])
             self._exported[name] = total
         for errors in layers:
-            labels = self._labels | {"layer": str(first_layer + errors.layer_index)}
-            for name, gauge in self._gauges.items():
+            layer = f"{self._part} {first_layer + errors.layer_index}".strip()
+            labels = self._labels | {"layer": layer}
+            for name, gauge in self._collectors.gauges.items():
                 gauge.labels(**labels).set(getattr(errors, name))
 
 
@@ -299,6 +312,7 @@ class Validation:
         tp_rank: int,
         metrics: KDTreeMetrics,
         dump_dir: Optional[str],
+        part: str = "",
     ):
         fp8 = kv_dtype.itemsize == 1
         self.first_layer = first_layer
@@ -307,6 +321,7 @@ class Validation:
         self.tp_rank = tp_rank
         self.metrics = metrics
         self.dump_dir = dump_dir
+        self.title = f"kdtree_sm120 validate{f', {part}' if part else ''}"
         self.errors = VerifyErrors(
             num_layers,
             device,
@@ -380,12 +395,11 @@ class Validation:
         done = "no reproducer: set --kdtree-dump-dir to get one"
         if self.dump_dir is not None:
             done = reproducer.save(pathlib.Path(self.dump_dir))
-        logger.error(
-            "kdtree_sm120 validate: mismatch, %s; %s", reproducer.describe(), done
-        )
+        logger.error("%s: mismatch, %s; %s", self.title, reproducer.describe(), done)
 
     def report(self, counters: torch.Tensor) -> None:
-        logger.info("%s, %d steps", VerifyErrors.describe(counters), self.steps)
+        described = VerifyErrors.describe(counters)
+        logger.info("%s: %s, %d steps", self.title, described, self.steps)
         self.metrics.validated(VerifyErrors.summary(counters), self.first_layer)
 
     def finish(self) -> None:

@@ -8,12 +8,14 @@ apart without a host sync.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Optional
 
 import msgspec
 import torch
 from sgl_kernel_sm120 import MaskLayout, mla_tree_verify
+from sgl_kernel_sm120.attention import MAX_PAGE_SIZE
+from sgl_kernel_sm120.reference import D_QK as QK_HEAD_DIM
+from sgl_kernel_sm120.reference import D_V as V_HEAD_DIM
 
 from sglang.srt.layers.attention.kdtree_metadata import (
     combined_indices,
@@ -23,13 +25,8 @@ from sglang.srt.layers.attention.kdtree_metadata import (
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
 
-logger = logging.getLogger(__name__)
-
-MAX_BATCH = 256
-MAX_DRAFT_TOKENS = 128
-MAX_PAGE_SIZE = 64
-QK_HEAD_DIM = 576
-V_HEAD_DIM = 512
+# Of the KV cache, on a GPU.
+KV_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 
 
 class VerifyStep(msgspec.Struct, frozen=True):
@@ -71,6 +68,7 @@ class TreeVerifier:
                 self.req_to_token, req_pool_indices, indptr, max_indices
             ),
             tree_mask=tree_mask,
+            rows=req_pool_indices,
         )
 
     def run(
@@ -224,7 +222,7 @@ class VerifyErrors:
         relative = sum(columns["sum_abs"]) / total if total else 0.0
         worst = max(layers, key=lambda e: (e.mismatches, e.rows_over_ulp, e.max_abs))
         return (
-            f"kdtree_sm120 validate: {sum(e.rows for e in layers)} rows compared, "
+            f"{sum(e.rows for e in layers)} rows compared, "
             f"{sum(e.rows_over_ulp for e in layers)} over the limit, max abs error "
             f"{max(e.max_abs for e in layers):.3e}, relative error mean {relative:.3e} "
             f"max {max(e.max_rel for e in layers):.3e}, "

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which attention calls of a runner go to sgl_kernel_sm120, whatever the stock backend.
+
+``KDTreeServing`` stands in front of a stock backend in a class's bases. The stock
+backend prepares a step as ever; the class puts what the kernel reads into ``step``, and
+leaves it None where the kernel takes no part. Each layer then either runs on the kernel
+or, with a reason that is logged and counted, on the stock backend.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING, Callable, Dict, List, Optional
+
+import torch
+from sgl_kernel_sm120.attention import MAX_H_Q
+
+from sglang.srt.layers.attention.kdtree_report import (
+    KDTreeMetrics,
+    Validation,
+    metric_labels,
+)
+from sglang.srt.layers.attention.kdtree_verify import (
+    QK_HEAD_DIM,
+    V_HEAD_DIM,
+    TreeVerifier,
+    VerifyStep,
+)
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.runtime_context import get_exec, get_parallel
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class KDTreeServing:
+    # What is served, in a log line and in the metrics: "" for a target.
+    part = ""
+
+    def init_serving(self, runner: ModelRunner, *, num_heads: int, width: int) -> None:
+        """width: the most tokens a request has in a step that is served."""
+        self.mode: str = get_exec().kernel.kdtree_verify
+        self.width = width
+        self.served_heads = num_heads
+        self.step: Optional[VerifyStep] = None
+        self.workspace: Optional[torch.Tensor] = None  # uint8, on a GPU
+        self.fallbacks: Dict[str, int] = {}
+        self.metrics = KDTreeMetrics(metric_labels(), part=self.part)
+        self.validation: Optional[Validation] = None
+        self.verifier = TreeVerifier(
+            req_to_token=runner.req_to_token_pool.req_to_token,
+            page_size=runner.page_size,
+        )
+        if self.mode == "validate":
+            pool = runner.token_to_kv_pool
+            self.validation = Validation(
+                first_layer=pool.start_layer,
+                num_layers=pool.layer_num,
+                num_tokens=width,
+                num_heads=num_heads,
+                dtype=runner.dtype,
+                kv_dtype=pool.get_key_buffer(pool.start_layer).dtype,
+                device=torch.device(runner.device),
+                page_size=self.verifier.page_size,
+                req_to_token=runner.req_to_token_pool.req_to_token,
+                tp_rank=get_parallel().tp_rank,
+                metrics=self.metrics,
+                dump_dir=get_exec().kernel.kdtree_dump_dir,
+                part=self.part,
+            )
+
+    def serves(self, mode: ForwardMode) -> bool:
+        """Whether calls in this forward mode may be the kernel's at all."""
+        raise NotImplementedError
+
+    def refuse_lost_mask(
+        self, layer: RadixAttention, forward_batch: ForwardBatch
+    ) -> None:
+        """Before the stock backend runs in the kernel's place: raise if it has not the
+        tree's mask. Most have."""
+
+    def tick(self) -> None:
+        """Once a served step, outside any capture. A replay has no ``step``."""
+        if self.validation is not None:
+            self.validation.tick()
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **options,
+    ) -> torch.Tensor:
+        stock = super().forward_extend
+        return self.attend(stock, q, k, v, layer, forward_batch, save_kv_cache, options)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **options,
+    ) -> torch.Tensor:
+        stock = super().forward_decode
+        return self.attend(stock, q, k, v, layer, forward_batch, save_kv_cache, options)
+
+    def attend(
+        self,
+        stock: Callable[..., torch.Tensor],
+        q: torch.Tensor,
+        k: Optional[torch.Tensor],
+        v: Optional[torch.Tensor],
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
+        options: dict,
+    ) -> torch.Tensor:
+        """q [rows, h * 576] -> [rows, h * 512], KV of the rows written on the way.
+
+        ``stock`` is the same method of the stock backend.
+        """
+        stock = functools.partial(
+            stock, q, k, v, layer, forward_batch, save_kv_cache, **options
+        )
+        if self.mode == "off" or not self.serves(forward_batch.forward_mode):
+            return stock()
+        reason = reason_unserved(layer, k, v, options)
+        if reason is None and layer.tp_q_head_num != self.served_heads:
+            reason = "number of heads"  # the plan is made for one
+        if reason is not None:
+            self.count_fallback(f"{reason} (layer {layer.layer_id})", reason)
+        if reason is not None or self.step is None:
+            self.refuse_lost_mask(layer, forward_batch)
+            return stock()
+        flat_q = q.reshape(-1, layer.tp_q_head_num * QK_HEAD_DIM)
+        kv_cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        if self.mode == "validate":
+            reference = stock()  # writes the KV
+            ours = self.verifier.run(
+                self.step, flat_q, kv_cache, layer, workspace=self.workspace
+            )
+            self.validation.compare(layer, self.step, flat_q, kv_cache, ours, reference)
+            return reference
+        if save_kv_cache:
+            self.write_latent(layer, forward_batch, k, v)
+        return self.verifier.run(
+            self.step, flat_q, kv_cache, layer, workspace=self.workspace
+        )
+
+    def write_latent(
+        self,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:
+        """An MLA pool takes the row of k alone; it takes no scale."""
+        if layer.k_scale is not None:
+            k = k / layer.k_scale
+        self.token_to_kv_pool.set_kv_buffer(
+            layer, KVWriteLoc.for_batch(forward_batch), k, v
+        )
+
+    def can_serve_batch(self, batch_size: int, width: int, max_batch: int) -> bool:
+        reason = None
+        if batch_size > max_batch:
+            reason = f"more than {max_batch} requests"
+        elif width > self.width:
+            reason = f"more than {self.width} tokens a request"
+        if reason is not None:
+            self.count_fallback(reason)
+        return reason is None
+
+    def count_fallback(self, what: str, reason: Optional[str] = None) -> None:
+        """``what`` is logged the first time, ``reason`` is the metric's label."""
+        if what not in self.fallbacks:
+            logger.warning(
+                "kdtree_sm120%s: to the stock backend: %s",
+                f" {self.part}" if self.part else "",
+                what,
+            )
+        self.fallbacks[what] = self.fallbacks.get(what, 0) + 1
+        self.metrics.fell_back(reason or what)
+
+
+def reason_unserved_layer(layer: RadixAttention) -> Optional[str]:
+    if (layer.qk_head_dim, layer.v_head_dim) != (QK_HEAD_DIM, V_HEAD_DIM):
+        return "head size"
+    if layer.tp_k_head_num != 1 or layer.tp_q_head_num > MAX_H_Q:
+        return "number of heads"
+    if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
+        return "sliding window"
+    if layer.is_cross_attention:
+        return "cross attention"
+    if layer.attn_type != AttentionType.DECODER:
+        return "attention type"
+    if layer.xai_temperature_len > 0:
+        return "temperature by length"
+    if layer.logit_cap > 0 and layer.logit_capping_method != "tanh":
+        return "logit cap method"
+    return None
+
+
+def reason_unserved(
+    layer: RadixAttention,
+    k: Optional[torch.Tensor],
+    v: Optional[torch.Tensor],
+    options: dict,
+) -> Optional[str]:
+    for name, value in options.items():
+        if value is not None:
+            return name.replace("_", " ")
+    if k is None or v is None:
+        return "KV from the pool"
+    return reason_unserved_layer(layer)
+
+
+def unserved_mla_layers(model: torch.nn.Module) -> Dict[str, List[int]]:
+    """Absorbed MLA layers by why they are not served. Others (the dense form of MLA
+    layers) take part in prefill only."""
+    unserved: Dict[str, List[int]] = {}
+    for module in model.modules():
+        if isinstance(module, RadixAttention) and module.qk_head_dim == QK_HEAD_DIM:
+            reason = reason_unserved_layer(module)
+            if reason is not None:
+                unserved.setdefault(reason, []).append(module.layer_id)
+    return unserved

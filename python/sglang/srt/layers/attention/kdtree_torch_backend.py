@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kdtree_sm120 on a CPU: verification and plain decoding by the kernel's torch form,
+the rest by the torch reference. The same modes, counters and reproducers as on a GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.layers.attention.kdtree_serving import KDTreeServing
+from sglang.srt.layers.attention.kdtree_verify import VerifyStep
+from sglang.srt.layers.attention.torch_reference_backend import (
+    TorchReferenceAttnBackend,
+)
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative.ddtree_info import verify_mask_of
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class KDTreeVerifyBackend(KDTreeServing, TorchReferenceAttnBackend):
+    def __init__(self, runner: ModelRunner):
+        super().__init__(runner)
+        self.init_serving(
+            runner,
+            num_heads=runner.model_config.get_max_num_attention_heads()
+            // get_parallel().attn_tp_size,
+            width=int(runner.decode_num_tokens_per_req()),
+        )
+
+    def serves(self, mode: ForwardMode) -> bool:
+        return mode.is_target_verify() or mode.is_decode()
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        super().init_forward_metadata(forward_batch)
+        self.step = None
+        if self.mode != "off" and self.serves(forward_batch.forward_mode):
+            self.step = self.plan_step(forward_batch)
+            self.tick()
+
+    def plan_step(self, forward_batch: ForwardBatch) -> VerifyStep:
+        lens, num_tokens, tree_mask = forward_batch.seq_lens, 1, None
+        if forward_batch.forward_mode.is_target_verify():
+            num_tokens = int(forward_batch.spec_info.draft_token_num)
+            lens = lens + num_tokens  # a batch's lengths do not count them
+            tree_mask = verify_mask_of(forward_batch.spec_info, lens.numel())
+        return self.verifier.plan_step(
+            req_pool_indices=forward_batch.req_pool_indices,
+            prefix_lens=lens - num_tokens,
+            num_tokens=num_tokens,
+            # Free on a CPU. A device form takes the host's bound.
+            max_indices=int(lens.sum()),
+            tree_mask=tree_mask,
+        )
