@@ -14,6 +14,7 @@ from sgl_kernel_sm120.tree import MAX_DEPTH as MAX_DRAFT_DEPTH
 from sgl_kernel_sm120.tree import MAX_NODES, MAX_TOPK
 
 from sglang.srt.environ import envs
+from sglang.srt.speculative.ddtree_budget import load_costs, options_up_to, parse_budget
 from sglang.srt.speculative.dflash_utils import (
     DFlashDraftConfig,
     parse_dflash_draft_config,
@@ -22,6 +23,7 @@ from sglang.srt.speculative.dflash_utils import (
 logger = logging.getLogger(__name__)
 
 DEFAULT_NODES = 16
+DEFAULT_AUTO_NODES = 32  # the widest step of an adaptive budget
 DEFAULT_MAX_RUNNING_REQUESTS = 48  # upstream's for DFLASH
 
 # Attention backends that read a tree mask in a verification.
@@ -44,20 +46,55 @@ def resolve_ddtree_args(args: Any) -> None:
     args.speculative_dflash_block_size = draft.block_size
     args.speculative_num_steps = 1
     args.speculative_eagle_topk = 1
-    if args.speculative_num_draft_tokens is None:
-        args.speculative_num_draft_tokens = max(DEFAULT_NODES, draft.block_size)
-    if args.speculative_num_draft_tokens < draft.block_size:
+    num_nodes = args.speculative_num_draft_tokens
+    if num_nodes is None:
+        num_nodes = max(default_nodes(args.speculative_ddtree_budget), draft.block_size)
+        args.speculative_num_draft_tokens = num_nodes
+    if num_nodes < draft.block_size:
         raise ValueError(
             "DDTREE drafts into the slots of the tree: "
-            f"--speculative-num-draft-tokens is {args.speculative_num_draft_tokens}, "
-            f"and the drafter's block needs {draft.block_size} at least."
+            f"--speculative-num-draft-tokens is {num_nodes}, "
+            f"and the drafter's block needs {draft.block_size} at least. To verify fewer "
+            "nodes use --speculative-ddtree-budget."
         )
+    check_budget(args, num_nodes)
+    check_draft_window(args, draft)
     if args.speculative_draft_attention_backend is None:
         args.speculative_draft_attention_backend = (
             "torch_reference" if args.device == "cpu" else "triton"
         )
     if args.max_running_requests is None:
         args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
+
+
+def default_nodes(budget: Any) -> int:
+    """Of --speculative-num-draft-tokens: no more than the budget verifies."""
+    if budget == "auto":
+        return DEFAULT_AUTO_NODES
+    width = parse_budget(budget, MAX_NODES)
+    return DEFAULT_NODES if budget is None else width
+
+
+def check_budget(args: Any, num_nodes: int) -> None:
+    width = parse_budget(args.speculative_ddtree_budget, num_nodes)
+    if args.speculative_ddtree_costs is None:
+        return
+    if width is not None:
+        raise ValueError(
+            "DDTREE: --speculative-ddtree-costs needs --speculative-ddtree-budget auto."
+        )
+    options = options_up_to(num_nodes, args.speculative_dflash_block_size)
+    table = load_costs(args.speculative_ddtree_costs)
+    table.check([option.width for option in options])
+
+
+def check_draft_window(args: Any, draft: DraftShape) -> None:
+    window = args.speculative_draft_window_size
+    if window is not None and window < draft.block_size:
+        raise ValueError(
+            "DDTREE: --speculative-draft-window-size is at least the drafter's block of "
+            f"{draft.block_size} tokens, got {window}."
+        )
 
 
 def refuse_unsupported(args: Any) -> None:
@@ -86,10 +123,6 @@ def refuse_unsupported(args: Any) -> None:
         (args.enable_unified_memory, "does not support --enable-unified-memory"),
         (args.enable_mixed_chunk, "does not support --enable-mixed-chunk"),
         (args.speculative_adaptive, "does not support --speculative-adaptive"),
-        (
-            args.speculative_draft_window_size is not None,
-            "does not support --speculative-draft-window-size yet",
-        ),
         (
             args.speculative_accept_threshold_single != 1.0
             or args.speculative_accept_threshold_acc != 1.0,
@@ -182,7 +215,9 @@ def refuse_chain_heads(dflash: DFlashDraftConfig) -> None:
     head = (
         "Domino"
         if dflash.is_domino
-        else "selector" if dflash.selector_rank else dflash.projector_type
+        else "selector"
+        if dflash.selector_rank
+        else dflash.projector_type
     )
     if head is not None:
         raise ValueError(

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is at upstream's paths has upstream's style: the settings are shown to be upstream's by its own files."""
+
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = [ROOT / "python" / "sglang", ROOT / "test" / "registered"]
+SETTINGS = ROOT / "python" / "upstream-style.toml"
+COMMANDS = {
+    "lint": ["ruff", "check", "--no-cache", "--config", SETTINGS],
+    "format": ["ruff", "format", "--no-cache", "--check", "--config", SETTINGS],
+    "imports": ["isort", "--check", "--quiet", "--settings-path", ROOT],
+}
+
+
+def run(check: str, *paths: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", *COMMANDS[check], *paths]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="session")
+def upstreams(pinned, tmp_path_factory) -> list[Path]:
+    """Some hundred files of the pinned release, with the directories of ours beside them."""
+    tree = tmp_path_factory.mktemp("style")
+    folders = ("sglang/srt/speculative/", "sglang/srt/mem_cache/", "sglang/srt/arg_groups/")
+    names = [name for name in pinned.names if name.startswith(folders) and name.endswith(".py")]
+    assert len(names) > 100
+    pinned.archive.extractall(tree, members=names)
+    return [tree / "sglang"]
+
+
+@pytest.mark.parametrize("check", COMMANDS)
+def test_our_files_pass(check):
+    result = run(check, *OURS)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("check", COMMANDS)
+def test_upstreams_own_files_pass(check, upstreams):
+    """Else the settings are not upstream's: look up its hooks at the pinned release."""
+    result = run(check, *upstreams)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    "check, text", [("lint", "import os\n"), ("format", "x = 'a'\n"), ("imports", "import b\nimport a\n")]
+)
+def test_the_checks_refuse(check, text, tmp_path):
+    (tmp_path / "bad.py").write_text(text)
+    assert run(check, tmp_path).returncode == 1
+
+
+def test_the_tools_are_the_pinned_ones():
+    """One version for everybody: another ruff may format another way."""
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "test" / "requirements.txt").read_text(), re.MULTILINE))
+    for name in ("ruff", "isort", "codespell", "clang-format"):
+        assert metadata.version(name) == pins[name]
+
+
+def test_make_lint_runs_the_same_checks():
+    recipe = (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0]
+    for command in COMMANDS.values():
+        assert f"-m {command[0]} {command[1]}" in recipe
+    assert recipe.count("--config python/upstream-style.toml $(UPSTREAM_STYLE)") == 2
