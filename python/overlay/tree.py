@@ -19,6 +19,7 @@ MANIFEST = "sglang/.kdtree-overlay.json"
 
 def install(plan: Plan, pin: Pin, wheel: Wheel, site: Path, *, linked: bool) -> None:
     check_target(pin, site)
+    check_folders(plan, site)
     undo(wheel, site)
     # Written first, so that an interrupted run can be undone.
     write(site / MANIFEST, json.dumps({"own": sorted(plan.own), "edited": sorted(plan.edited)}, indent=1).encode())
@@ -40,6 +41,14 @@ def check_target(pin: Pin, site: Path) -> None:
             f"{site}: holds {', '.join(infos) or 'no ' + pin.name}, not {pin.name} {pin.version}. "
             f"Give the site-packages of an environment with it: pip install --no-deps {pin.name}=={pin.version}"
         )
+
+
+def check_folders(plan: Plan, site: Path) -> None:
+    """A folder that is a link to somewhere else, such as to this checkout: its files would be unlinked and replaced."""
+    inside = site.resolve()
+    for folder in sorted({(site / path).parent for path in (*plan.own, *plan.edited)}):
+        if not folder.resolve().is_relative_to(inside):
+            raise Refused(f"{folder} leads out of {site}, to {folder.resolve()}: remove that link first")
 
 
 def undo(wheel: Wheel, site: Path) -> None:

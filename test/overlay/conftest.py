@@ -148,8 +148,14 @@ def small(tmp_path: Path) -> SmallFork:
 @pytest.fixture(scope="session")
 def fork(tmp_path_factory) -> Path:
     """The real fork's sources as they are now: saving a file while the tests run does not disturb them."""
-    target = tmp_path_factory.mktemp("sources") / "python"
-    return shutil.copytree(plan.FORK, target, ignore=shutil.ignore_patterns("__pycache__", "build", "dist"))
+    root, target = plan.FORK.parent, tmp_path_factory.mktemp("sources")
+    ignored = shutil.ignore_patterns("__pycache__", "build", "dist")
+    for folder in ("python", "test/registered", "docs/upstream"):
+        shutil.copytree(root / folder, target / folder, ignore=ignored)
+    # What the tables of the series are made of.
+    (target / "benchmark").symlink_to(root / "benchmark")
+    (target / "test" / "models").symlink_to(root / "test" / "models")
+    return target / "python"
 
 
 @pytest.fixture(scope="session")

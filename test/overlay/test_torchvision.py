@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text server starts beside a CPU torch, whichever build of torchvision is installed."""
+"""What is declared so that torchvision imports beside a CPU torch, and what is left alone."""
 
 import subprocess
 import sys
@@ -18,15 +18,7 @@ def qnms(dets, scores, iou_threshold):
 
 
 def python(code: str, **options) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, **options)
-
-
-def test_sglang_imports_beside_a_cpu_torch():
-    """Drop the edit of sglang/__init__.py and nothing declares the operators before torchvision is imported."""
-    result = python(
-        "import sglang, sys; assert 'sglang._torchvision_ops' in sys.modules; import torchvision.transforms"
-    )
-    assert result.returncode == 0, result.stderr
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, **options)
 
 
 @pytest.fixture
@@ -49,11 +41,6 @@ def load(stub, cuda=False, tail=""):
     import sglang._torchvision_ops as ops
 
     return python((HEAD + LOAD).format(str(stub), cuda, ops.__file__) + tail)
-
-
-def test_without_the_declaration_the_import_fails(stub):
-    result = python(HEAD.format(str(stub), False) + "import torchvision")
-    assert "operator torchvision::nms does not exist" in result.stderr
 
 
 def test_the_declaration_lets_it_import_once(stub):

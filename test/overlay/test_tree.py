@@ -65,3 +65,13 @@ def test_one_edit_can_be_left_out(small, site):
     assert (site / "sglang/srt/choices.py").read_bytes() == small.wheel.read("sglang/srt/choices.py")
     with pytest.raises(Refused, match=":none: there is no such edit"):
         small.plan(without=["sglang/srt/choices.py:none"])
+
+
+def test_a_folder_that_leads_out_of_the_tree_is_refused(small, site, tmp_path):
+    """Else the files of a checkout that somebody linked there by hand would be replaced by links to themselves."""
+    before = snapshot(small.root)
+    os.rename(site / "sglang", tmp_path / "old")
+    (site / "sglang").symlink_to(small.root / "sglang")
+    with pytest.raises(Refused, match="leads out of"):
+        tree.install(small.plan(), small.pin(), small.wheel, site, linked=True)
+    assert snapshot(small.root) == before

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which machine and which command line get the torch CPU platform. Each case is a process of its own: the choice is
-made once, while sglang is imported."""
+made once, while sglang is imported. More of it: test/registered/unit/platforms."""
 
 import json
 
 import pytest
-import torch
 
-from sglang.srt.platforms.torch_cpu import TorchCpuPlatform, cpu_is_chosen, discover, require_torch_cpu
+from sglang.srt.platforms.torch_cpu import TorchCpuPlatform, discover, require_torch_cpu
 
 # A GPU that reads CUDA_VISIBLE_DEVICES once, at the first question, as the CUDA driver does.
 FAKE_GPU = """
@@ -44,7 +43,8 @@ def probe(fresh_process):
         """-> (platform class, is_cuda(), CUDA_VISIBLE_DEVICES of a child process)"""
         # While sglang is imported for -m, argv[0] is still "-m".
         code = PROBE.format(argv=["-m", *arguments], orig_argv=[*program, *arguments], setup=setup)
-        result = fresh_process(code, CUDA_VISIBLE_DEVICES=None)
+        # Without a fake one there is to be no GPU, whatever this machine has.
+        result = fresh_process(code, CUDA_VISIBLE_DEVICES=None if setup else "")
         lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT")]
         assert lines, result.stderr[-3000:]
         return json.loads(lines[0].removeprefix("RESULT"))
@@ -77,25 +77,6 @@ def test_upstream_cpu_engine_goes_first(monkeypatch):
     assert discover() != {}
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     assert discover() == {}
-
-
-@pytest.mark.parametrize(
-    ("argv", "orig_argv", "chosen"),
-    [
-        (["-m", "--device", "cpu"], [*SERVER, "--device", "cpu"], True),
-        (["-m", "--device=cpu"], [*SERVER, "--device=cpu"], True),
-        (["/venv/bin/sglang", "serve", "--device", "cpu"], ["python", "/venv/bin/sglang", "serve"], True),
-        (["-m", "--device", "cuda"], [*SERVER, "--device", "cuda"], False),
-        (["-m", "--device", "cpu", "--device", "cuda"], SERVER, False),
-        (["-m", "--model-path", "cpu"], SERVER, False),
-        (["-m", "--device"], SERVER, False),
-        (["train.py", "--device", "cpu"], ["python", "train.py", "--device", "cpu"], False),
-        (["-m", "--device", "cpu"], ["python", "-m", "sglang_extra.run", "--device", "cpu"], False),
-        ([], [], False),
-    ],
-)
-def test_the_servers_own_command_line_decides(argv, orig_argv, chosen):
-    assert cpu_is_chosen(argv, orig_argv) == chosen
 
 
 def test_device_cpu_on_another_platform_is_refused(monkeypatch):
@@ -133,20 +114,3 @@ def test_what_the_platform_serves():
     served = [name for name in ("DFLASH", "DDTREE", "EAGLE", "NGRAM") if platform.supports_speculative_algorithm(name)]
     assert served == ["DFLASH", "DDTREE"]
     assert platform.get_kv_pool_cls(kind="mla") is None
-
-
-def test_kv_rows_move_by_indexing():
-    """The parent pool starts a Triton copier while it is built, and again for every accepted path."""
-    from sglang.srt.mem_cache.torch_kv_pool import TorchMHATokenToKVPool
-
-    pool = TorchMHATokenToKVPool(
-        size=16, page_size=1, dtype=torch.float32, head_num=2, head_dim=4, layer_num=2, device="cpu",
-        enable_memory_saver=False, enable_kv_cache_copy=True,
-    )  # fmt: skip
-    for buffer in (*pool.k_buffer, *pool.v_buffer):
-        buffer.copy_(torch.randn_like(buffer))
-    before = [buffer.clone() for buffer in (*pool.k_buffer, *pool.v_buffer)]
-    target, source = torch.tensor([3, 4, 5]), torch.tensor([4, 5, 9])
-    pool.move_kv_cache(target, source)
-    for buffer, old in zip((*pool.k_buffer, *pool.v_buffer), before, strict=True):
-        assert torch.equal(buffer[target], old[source])
