@@ -119,7 +119,7 @@ class TestRecordings:
         torch.save(
             {"rank": 0, "logical_count": buffer, "average_utilization_rate_over_window": None}, tmp_path / "r.pt"
         )
-        got = moe_trace.load_counts(tmp_path, experts=None)
+        got = moe_trace.load_counts(moe_trace.trace_files(tmp_path), experts=None)
         assert got.tokens.tolist() == counts.tolist()  # the unused half of the ring is left out
 
     def test_per_pass_sums_the_ranks_and_orders_the_passes(self, tmp_path, counts):
@@ -134,7 +134,7 @@ class TestRecordings:
                 for step in (0, 1)
             ]
             torch.save({"records": records, "last_physical_to_logical_map": mapping}, tmp_path / f"r{rank}.pt")
-        got = moe_trace.load_counts(tmp_path, experts=None)
+        got = moe_trace.load_counts(moe_trace.trace_files(tmp_path), experts=None)
         assert got.tokens.tolist() == counts.tolist()
 
     def test_upstreams_own_accumulators_write_what_is_read(self):
@@ -158,6 +158,22 @@ class TestRecordings:
         for name in ("r.pt", "r.npz"):
             (tmp_path / name).write_bytes(content)
             assert cli_error("probe", "moe", "--trace", tmp_path / name)["what"].startswith("trace ")
+
+    @pytest.mark.parametrize(
+        "documents",
+        [
+            [{"logical_count": torch.ones(2, 1, 8)}, {"records": []}],  # two modes in one folder
+            [{"logical_count": torch.ones(2, 1, 8)}, {"logical_count": torch.ones(2, 3, 8)}],
+            [{"logical_count": "none"}],
+            [{"records": [{"forward_pass_id": 0}]}],
+            [{"records": [], "last_physical_to_logical_map": torch.arange(8)[None]}],
+            [{"logical_count": torch.zeros(2, 1, 8)}],
+        ],
+    )
+    def test_recordings_that_do_not_belong_together_or_are_empty(self, tmp_path, cli_error, documents):
+        for index, document in enumerate(documents):
+            torch.save(document, tmp_path / f"{index}.pt")
+        assert cli_error("probe", "moe", "--trace", tmp_path)["what"].startswith("trace ")
 
     def test_an_empty_folder(self, tmp_path, cli_error):
         assert "no .pt file" in cli_error("probe", "moe", "--trace", tmp_path)["got"]
@@ -202,8 +218,35 @@ class TestVerb:
             "--redundant", "", "--batches", "2",
         )  # fmt: skip
         assert code == 1 and document["steps"] == 2 and document["scenarios"][0]["time_per_step"] == 1.5
-        paths = [path for path, _ in scripted.requests]
-        assert paths.index("/start_expert_distribution_record") < paths.index("/generate", paths.index("/tokenize"))
+        # The prefill, which chooses every expert, is over when the recording starts.
+        paths = [path.strip("/").partition("_")[0] for path, _ in scripted.requests]
+        assert paths[-4:] == ["generate", "start", "stop", "dump"]
+
+    def test_every_rank_of_a_recording_is_read(self, tmp_path, scripted, cli, counts):
+        """per_pass writes one file a rank; two ranks with the same tokens are counted once."""
+        scripted.pages["/server_info"][1]["tp_size"] = 2
+        mapping = torch.arange(8)[None]
+
+        def dump(body):
+            for rank in (0, 1):
+                records = [
+                    {"forward_pass_id": step, "rank": rank, "global_physical_count": torch.from_numpy(counts[step])}
+                    for step in (0, 1)
+                ]
+                torch.save({"records": records, "last_physical_to_logical_map": mapping}, tmp_path / f"r_{rank}.pt")
+            return "ok"
+
+        for name in ("start", "stop"):
+            scripted.pages[f"/{name}_expert_distribution_record"] = (200, "ok")
+        scripted.pages["/dump_expert_distribution_record"] = (200, dump)
+        scripted.pages["/generate"] = (200, sglang_stream([1, 2, 3], prompt_tokens=9))
+        scripted.pages["/tokenize"] = (200, lambda body: {"count": len(body["prompt"].split())})
+        _, document = cli(
+            "probe", "moe", "--url", scripted.url, "--record-dir", tmp_path, "--ranks", 4, "--redundant", "",
+            "--batches", "",
+        )  # fmt: skip
+        assert document["tokens_per_step"] == 2.0 and document["scenarios"][0]["time_per_step"] == 1.5
+        assert document["source"] == f"{tmp_path / 'r_0.pt'}, {tmp_path / 'r_1.pt'}"
 
     def test_a_server_that_writes_nothing(self, tmp_path, scripted, cli_error):
         for name in ("start", "stop", "dump"):

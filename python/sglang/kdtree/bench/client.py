@@ -160,7 +160,14 @@ class Client:
             raw=info,
         )
 
-    def stream(self, prompt: str, *, max_tokens: int, temperature: float) -> Reply:
+    def stream(
+        self,
+        prompt: str,
+        *,
+        max_tokens: int,
+        temperature: float,
+        on_first_token: Callable[[], None] = lambda: None,
+    ) -> Reply:
         path, body = request_body(
             self.api,
             self.model or "default",
@@ -174,7 +181,7 @@ class Client:
             "POST", path, json_body=body, stream=True, timeout_s=self.timeout_s
         )
         self._check_status(response, path)
-        finished = False
+        started = finished = False
         for message in sse_messages(
             response.iter_lines(chunk_size=1), source=f"{self.url}{path}"
         ):
@@ -182,6 +189,9 @@ class Client:
                 finished = True
                 break
             absorb(self.api, reply, message, at=self.clock())
+            if len(reply.events) == 1 and not started:
+                started = True
+                on_first_token()
         if not finished:
             raise KitError(
                 what=f"{self.url}{path}",

@@ -18,7 +18,7 @@ from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError
 from sglang.kdtree.model_shape import load_target
 from sglang.kdtree.optional import figure_module
 from sglang.kdtree.probe import moe_model
-from sglang.kdtree.probe.moe_trace import divided, load_counts
+from sglang.kdtree.probe.moe_trace import divided, load_counts, trace_files
 from sglang.kdtree.result import Result
 
 # A rank that waits this long is worth a change of placement; arbitrary.
@@ -119,13 +119,14 @@ def run(args: argparse.Namespace, console: Any) -> Result:
             got="both" if args.trace else "neither",
             remedy="Give recordings, or a running server and the folder it records to.",
         )
-    path, copies = args.trace, args.copies or 1
-    if path is None:
+    if args.trace:
+        files, copies = trace_files(args.trace), args.copies or 1
+    else:
         client = client_from(args, os.environ)
         facts = client.facts()
-        path = record(client, args.record_dir, args, console)
+        files = record(client, args.record_dir, args, console)
         copies = args.copies or recording_copies(facts.raw)
-    counts = divided(load_counts(path, experts=args.experts), copies=copies)
+    counts = divided(load_counts(files, experts=args.experts), copies=copies)
     num_layers, experts = counts.tokens.shape[1:]
     redundant = numbers(args.redundant, "--redundant")
     costs = moe_model.scenarios(
@@ -222,15 +223,19 @@ def worst_layers(
     ]
 
 
-def record(client: Client, folder: Path, args, console) -> Path:
-    """Record one request's decode; returns the new files' folder or file."""
+def record(client: Client, folder: Path, args, console) -> list[Path]:
+    """Record one request's decode, without its prefill; returns the new files, one or one a rank."""
     before = set(folder.glob("*.pt"))
     prompt = PromptMaker(
         client, load_source("prose"), seed=0, run=os.urandom(8).hex()
     ).make(args.context, repeat=0)
     with console.status("recording the expert distribution"):
-        client.post("/start_expert_distribution_record")
-        client.stream(prompt, max_tokens=args.output_tokens, temperature=0.0)
+        client.stream(
+            prompt,
+            max_tokens=args.output_tokens,
+            temperature=0.0,
+            on_first_token=lambda: client.post("/start_expert_distribution_record"),
+        )
         client.post("/stop_expert_distribution_record")
         client.post("/dump_expert_distribution_record")
     new = sorted(set(folder.glob("*.pt")) - before)
@@ -239,9 +244,9 @@ def record(client: Client, folder: Path, args, console) -> Path:
             what=f"--record-dir {folder}",
             expected="a new recording of the server",
             got="no new .pt file",
-            remedy="Start the server with --expert-distribution-recorder-mode stat and SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR set to this folder.",
+            remedy="Start the server with --expert-distribution-recorder-mode per_pass and SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR set to this folder.",
         )
-    return new[0]
+    return new
 
 
 def plot(activated: np.ndarray, layer_ids: list[int], path: Path) -> None:

@@ -54,13 +54,26 @@ def divided(counts: Counts, *, copies: int) -> Counts:
     )
 
 
-def load_counts(path: Path, *, experts: int | None) -> Counts:
+def trace_files(path: Path) -> list[Path]:
+    """A file, or all recordings of a folder."""
     files = sorted(path.glob("*.pt")) if path.is_dir() else [path]
     if not files:
         raise _unreadable(path, "no .pt file in this folder")
+    return files
+
+
+def load_counts(files: list[Path], *, experts: int | None) -> Counts:
+    """The files of one recording: a trace, or one file of the recorder or one a rank."""
     if files[0].suffix == ".npz":
         return _from_npz(files[0], experts=experts)
-    return _from_recorder([(file, _load_pt(file)) for file in files], source=str(path))
+    source = ", ".join(map(str, files))
+    recordings = [(file, _load_pt(file)) for file in files]
+    try:
+        return _from_recorder(recordings, source=source)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        # Not tensors, other shapes, or recordings of two modes.
+        got = f"{type(error).__name__}: {error}"
+        raise _unreadable(files[0], got) from error
 
 
 def _unreadable(path: Path, got: str) -> KitError:
