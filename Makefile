@@ -29,7 +29,7 @@ export MODEL DRAFT ARGS PORT
 .DEFAULT_GOAL := test
 
 serve: environment
-	@exec $(VENV) scripts/serve.py --device $(SET) --port "$$PORT" --model "$$MODEL" --draft "$$DRAFT" --args "$$ARGS"
+	@exec $(VENV) scripts/serve.py --device $(SET) --port="$$PORT" --model="$$MODEL" --draft="$$DRAFT" --args="$$ARGS"
 
 # Pools of threads that spin on the same cores are slower than one thread.
 test: gates

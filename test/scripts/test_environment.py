@@ -75,7 +75,7 @@ class Checkout:
 
     def make(self, *words: str, **variables: str) -> tuple[int, str]:
         process = self.start(*words, **variables)
-        said = process.communicate(timeout=60)[0]
+        said = process.communicate(timeout=600)[0]
         return process.returncode, said
 
     def done(self) -> list[str]:
@@ -319,7 +319,7 @@ def test_an_interrupted_set_up_is_repaired(checkout, end, moment, begun):
     process = checkout.start("test-environment", FAKE_PIP=f"{moment}\nsleep")
     until(process, moment)
     os.killpg(process.pid, end)  # as a terminal does with Ctrl-C
-    said = process.communicate(timeout=30)[0]
+    said = process.communicate(timeout=600)[0]
     assert process.returncode and "Traceback" not in said
     if end == signal.SIGINT:
         assert "make again continues" in said
@@ -336,7 +336,7 @@ def test_pip_ends_with_a_set_up_that_is_ended(checkout):
     process = checkout.start("environment", FAKE_PIP="Collecting torch\nsleep")
     until(process, "Collecting torch")
     os.kill(process.pid, signal.SIGTERM)  # make hands it to its child
-    process.communicate(timeout=30)
+    process.communicate(timeout=600)
     with pytest.raises(ProcessLookupError):
         for _ in range(100):
             os.killpg(process.pid, 0)
@@ -378,8 +378,8 @@ def test_the_second_of_two_set_ups_waits(checkout):
     second = checkout.start("environment")
     until(second, "another set-up of this checkout is running")
     os.killpg(first.pid, signal.SIGINT)
-    first.communicate(timeout=30)
-    said = second.communicate(timeout=30)[0]
+    first.communicate(timeout=600)
+    said = second.communicate(timeout=600)[0]
     assert second.returncode == 0 and "done in" in said
 
 
@@ -403,3 +403,21 @@ def test_what_pip_does_is_shown(checkout):
     assert [line.strip() for line in said.splitlines() if line.startswith("    ")] == [
         line.strip() for line in lines[:3]
     ]
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--log-requests", ["--log-requests"]),
+        (
+            '--json-model-override-args \'{"a b": "c"}\' --tp 2',
+            ["--json-model-override-args", '{"a b": "c"}', "--tp", "2"],
+        ),
+    ],
+)
+def test_what_make_is_given_reaches_the_server_word_for_word(checkout, flags, words):
+    said = checkout.make("serve", "MODEL=org/model", "PORT=31999", f"ARGS={flags}")[1]
+    name, *given = checkout.recorded()[-1]["call"]
+    assert name == "sglang.launch_server", said
+    assert given[-len(words) :] == words
+    assert given[:2] == ["--model-path", "org/model"] and given[given.index("--port") + 1] == "31999"
