@@ -9,7 +9,7 @@ MODEL ?=
 DRAFT ?=
 ARGS ?=
 TESTS ?= test
-# Test files run at a time; one file, one process, so that its tests share a server.
+# Test files that run at a time; one file, one process, so that its tests share a server.
 JOBS ?= 2
 # cuda where a GPU is found, else cpu
 ifndef SET
@@ -31,9 +31,19 @@ export MODEL DRAFT ARGS PORT
 serve: environment
 	@exec $(VENV) scripts/serve.py --device $(SET) --port="$$PORT" --model="$$MODEL" --draft="$$DRAFT" --args="$$ARGS"
 
-# Pools of threads that spin on the same cores are slower than one thread.
+# Longest files first, by the order that test/conftest.py gives them. Pools of threads that spin on the same cores are
+# slower than one thread.
+CPU_TESTS := OMP_NUM_THREADS=1 $(VENV) -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+
+ifeq ($(SET),cuda)
+# Tests of the CPU see no GPU; those of the GPU have it to themselves. 5: none of TESTS is of this kind.
 test: gates
-	OMP_NUM_THREADS=1 $(VENV) -m pytest --numprocesses $(JOBS) --dist loadfile $(TESTS)
+	CUDA_VISIBLE_DEVICES= $(CPU_TESTS) -m 'not gpu' $(TESTS) || test $$? -eq 5
+	$(VENV) -m pytest -m gpu $(TESTS) || test $$? -eq 5
+else
+test: gates
+	$(CPU_TESTS) $(TESTS)
+endif
 
 # What stops a change before any test runs: the edits and the caps, the kernels' registers and shared memory, and tables
 # in the documents that are not those of the result files.
