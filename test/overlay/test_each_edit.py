@@ -1,62 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every edit is needed: the test that it names turns red when the fork is laid without it."""
+"""Every edit is needed: the test that it names passes on the fork, and fails when the fork is laid without the edit.
+
+Each of these tests runs in a process of its own, forked from one that has imported torch and nothing of sglang, on the
+installed tree by symlinks, in which the modules in question are written anew.
+"""
 
 import importlib.util
+import json
 import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from overlay.edits import load_edits
-from overlay.plan import FORK, make_plan
+from overlay.edits import apply, load_edits
+from overlay.plan import FORK
 
 ROOT = Path(__file__).resolve().parents[2]
 EDITS = {edit.name: edit for edit in load_edits(FORK / "edits")}
-# pytest's exit codes: 1 is a failed test, 2 an import that failed while collecting; 4 is a test that does not exist.
-RED = {1, 2}
+PASSED, FAILED = 0, 1  # pytest's exit codes; 2 is an import that failed while collecting, 4 a test that does not exist
+
+RUN = """
+import json, os, sys
+sys.path.insert(0, {tree!r})
+os.chdir({root!r})
+import importlib.util, pytest
+class Record:
+    reports = []
+    def pytest_runtest_logreport(self, report):
+        self.reports.append([report.nodeid, report.when, report.outcome])
+code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", {test!r}], plugins=[Record()])
+print("RESULT" + json.dumps([code, importlib.util.find_spec("sglang").origin, Record.reports]))
+"""
 
 
 def installed() -> Path:
     return Path(importlib.util.find_spec("sglang").origin).parent
 
 
-def lay_without(edit, pinned, scratch: Path) -> Path:
-    """The installed tree by symlinks, with one module that lacks the edit."""
-    parts = Path(edit.module).parts
-    source, target = installed().parent, scratch
-    target.mkdir()
-    for folder, inside in zip(parts[:-1], parts[1:], strict=True):
-        source, target = source / folder, target / folder
-        target.mkdir()
-        for sibling in source.iterdir():
-            if sibling.name not in (inside, "__pycache__"):
-                (target / sibling.name).symlink_to(sibling)
-    (target / parts[-1]).write_bytes(make_plan(FORK, pinned, without=[edit.name]).edited[edit.module])
-    return scratch
+def lay(source: Path, target: Path, modules: dict[tuple[str, ...], bytes]) -> None:
+    """The tree `source` by symlinks, with other text in some modules. modules: path below source, in parts -> text"""
+    target.mkdir(parents=True)
+    heads = {parts[0] for parts in modules}
+    for entry in source.iterdir():
+        if entry.name not in {*heads, "__pycache__"}:
+            (target / entry.name).symlink_to(entry)
+    # What is compiled already, or each process would compile hundreds of linked modules anew.
+    (target / "__pycache__").mkdir()
+    for compiled in (source / "__pycache__").glob("*.pyc"):
+        if compiled.name.partition(".")[0] + ".py" not in heads:
+            (target / "__pycache__" / compiled.name).symlink_to(compiled)
+    for head in heads:
+        below = {parts[1:]: text for parts, text in modules.items() if parts[0] == head}
+        if () in below:
+            (target / head).write_bytes(below[()])
+        else:
+            lay(source / head, target / head, below)
 
 
-def run_in(tree: Path, edit) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", edit.test]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=900
-    )
+@pytest.fixture
+def run_test(fresh_process, pinned, tmp_path):
+    def run(name, *, without=()):
+        """The test that this edit names, on a tree that lacks some. -> (exit code, {test: outcome of its call}, log)"""
+        module, test = EDITS[name].module, EDITS[name].test
+        kept = [edit for edit in EDITS.values() if edit.module == module and edit.name not in without]
+        text = apply(module, pinned.read(module).decode(), kept)
+        tree = tmp_path / "tree"
+        lay(installed(), tree / "sglang", {Path(module).parts[1:]: text.encode()})
+        # What a test starts in another process finds the same tree.
+        path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
+        done = fresh_process(
+            RUN.format(tree=str(tree), root=str(ROOT), test=test), PYTHONPATH=path, PYTEST_XDIST_WORKER=None
+        )
+        log = done.stdout + done.stderr
+        results = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+        assert results, log
+        code, origin, reports = json.loads(results[-1].removeprefix("RESULT"))
+        assert Path(origin).is_relative_to(tree), "another sglang was tested"
+        return code, {test: outcome for test, when, outcome in reports if when == "call"}, log
 
-
-@pytest.fixture(scope="module")
-def without(pinned, tmp_path_factory):
-    """-> the outcome of each edit's test without the edit; two run at a time."""
-    scratch = tmp_path_factory.mktemp("without")
-    # Laid one by one: parsing is not safe in threads before Python 3.12.
-    trees = {
-        name: lay_without(edit, pinned, scratch / str(number)) for number, (name, edit) in enumerate(EDITS.items())
-    }
-    with ThreadPoolExecutor(2) as pool:
-        runs = {name: pool.submit(run_in, tree, EDITS[name]) for name, tree in trees.items()}
-        return {name: run.result() for name, run in runs.items()}
+    return run
 
 
 def test_the_installed_tree_is_this_fork(fork_plan):
@@ -66,10 +88,16 @@ def test_the_installed_tree_is_this_fork(fork_plan):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)  # minutes on an idle machine, much more on a busy one
 @pytest.mark.parametrize("name", EDITS)
-def test_its_test_turns_red_without_it(without, name):
-    run = without[name]
-    assert run.returncode in RED, (
-        f"{EDITS[name].test} without {name}: exit code {run.returncode}\n{run.stdout}\n{run.stderr}"
-    )
+def test_its_test_passes_with_all_edits(run_test, name):
+    """Red without the edit says something only of a test that is green with it, alone, in such a tree."""
+    code, outcomes, log = run_test(name)
+    assert code == PASSED and set(outcomes.values()) == {"passed"}, log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EDITS)
+def test_its_test_fails_without_it(run_test, name):
+    """By a test that ran and failed: not while collecting, and not in a fixture."""
+    code, outcomes, log = run_test(name, without=[name])
+    assert code == FAILED and "failed" in outcomes.values(), log
