@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tier 0: what is handed out, what it costs, and that nothing is lost."""
 
-import time
+import sys
 
 import pytest
 import torch
 from srt.mem_cache.slot_model import build_allocator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.contiguous import (
@@ -201,12 +203,21 @@ def test_frees_of_pages_come_back_through_a_group():
     assert allocator.alloc(160) is not None
 
 
-class Written(TorchDispatchMode):
-    """Counts the elements of the tensors that operations made or wrote; a view makes none."""
+class Work(TorchDispatchMode):
+    """Counts the elements of tensors that operations made or wrote (a view makes none), and the lines of Python run."""
 
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
+    def __enter__(self):
+        self.elements = self.lines = 0
+        sys.settrace(self.trace)
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        sys.settrace(None)
+        return super().__exit__(*exception)
+
+    def trace(self, frame, event, argument):
+        self.lines += event == "line"
+        return self.trace
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -215,17 +226,18 @@ class Written(TorchDispatchMode):
         return result
 
 
-def elements_per_pair(allocator, *, warm=64, rounds=200, width=8):
-    """The most that an alloc and a free of a decode step write, with frees that arrive a few steps late."""
+def work_of_a_pair(allocator, *, warm=64, rounds=200, width=8):
+    """The most that an alloc and a free of a decode step do, with frees that arrive a few steps late.
+    -> (elements, lines)"""
     late = [allocator.alloc(width).clone() for _ in range(warm)]
     rows = [Row(i) for i in range(width)]
-    most = 0
+    most = (0, 0)
     for _ in range(rounds):
         allocator.check_decode_capacity(num_tokens=width, tree_cache=None, requests=rows)
-        with Written() as written:
+        with Work() as work:
             slots = allocator.alloc(width)
             allocator.free(late.pop(0))
-        most = max(most, written.elements)
+        most = max(most[0], work.elements), max(most[1], work.lines)
         late.append(slots)
     return most
 
@@ -234,7 +246,8 @@ def test_a_decode_pair_does_not_cost_more_at_a_million_free_slots():
     """Upstream copies its whole free list at each free."""
     size = 1_000_000
     common = (torch.int64, "cpu", None)
-    assert elements_per_pair(TokenToKVPoolAllocator(size, *common, need_sort=False), rounds=20) > size / 2
-    ours = elements_per_pair(ContiguousTokenAllocator(size, *common))
-    small = elements_per_pair(ContiguousTokenAllocator(1_000, *common), rounds=100)
-    assert 0 < ours <= 2 * small, "the cost grows with the free list"
+    assert work_of_a_pair(TokenToKVPoolAllocator(size, *common, need_sort=False), rounds=20)[0] > size / 2
+    ours = work_of_a_pair(ContiguousTokenAllocator(size, *common))
+    small = work_of_a_pair(ContiguousTokenAllocator(1_000, *common), rounds=100)
+    for what, at_a_million, at_a_thousand in zip(("elements", "lines"), ours, small, strict=True):
+        assert 0 < at_a_million <= 2 * at_a_thousand, f"{what} grow with the free list"
