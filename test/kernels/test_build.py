@@ -235,7 +235,6 @@ def test_cpu_only_wheel_is_pure(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_wheel_with_cuda_code(tmp_path):
     """One architecture is enough for tag, contents, import and exported facts."""
     wheel, names = build_wheel(tmp_path, SGL_KERNEL_SM120_ARCHS="120a")

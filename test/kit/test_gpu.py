@@ -160,7 +160,7 @@ class TestNvml:
 def arguments(**changes):
     defaults = dict(
         watch=None, interval=0.005, gpus=None, model_config=None, kv_dtype="bf16", peak_bandwidth=None, csv=None,
-        plot=None, url="http://x", api="sglang", model=None, api_key=None, timeout=5.0, context="300", text="prose",
+        plot=None, url="http://x", api="sglang", model=None, api_key=None, timeout=600.0, context="300", text="prose",
         output_tokens=33,
     )  # fmt: skip
     return argparse.Namespace(**(defaults | changes))
