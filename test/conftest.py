@@ -1,10 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all tests share: tests of the GPU are skipped, and said to be, where there is none."""
+"""What all tests share: servers, the order of files, no limits that a slow machine could break, and a reason for each
+test of the GPU that is skipped."""
 
+from pathlib import Path
+
+import hypothesis
 import pytest
+from e2e.servers import Servers
+from srt.zygote import Zygote
+
+# No example may fail for the time that it took.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
+
+# The files that take longest, in seconds of an idle core: they start first, or one would run alone at the end.
+SECONDS: dict[str, int] = {}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    items.sort(key=lambda item: -SECONDS.get(item.path.relative_to(here).as_posix(), 0))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not cuda_is_available():
         for item in marked:
@@ -15,3 +32,31 @@ def cuda_is_available() -> bool:
     import torch  # takes seconds, and many tests never need it
 
     return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    pool = request.config.stash[POOL] = Servers(tmp_path_factory.mktemp("servers"))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def fresh_process():
+    """run(code, **env) -> Result, in a process that has not imported sglang."""
+    zygote = Zygote()
+    yield zygote.run
+    zygote.close()
+
+
+POOL = pytest.StashKey[Servers]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None):
+    """No server runs on, and takes a core, beside tests that need none."""
+    result = yield
+    pool = item.config.stash.get(POOL, None)
+    if pool is not None and "servers" not in getattr(nextitem, "fixturenames", ()):
+        pool.retire()
+    return result

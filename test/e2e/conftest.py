@@ -2,14 +2,7 @@
 import json
 
 import pytest
-from e2e.servers import MODELS, Servers
-
-
-@pytest.fixture(scope="session")
-def servers(tmp_path_factory):
-    pool = Servers(tmp_path_factory.mktemp("servers"))
-    yield pool
-    pool.stop()
+from e2e.servers import MODELS
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real servers for tests: ``python -m sglang.launch_server`` on a CPU, one at a time."""
+"""Real servers for tests: ``python -m sglang.launch_server`` on a CPU, one at a time, forked by fork_server.py."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import pathlib
 import signal
@@ -17,59 +18,95 @@ from typing import Any
 import requests
 
 MODELS = pathlib.Path(__file__).parent.parent / "models"
-# A start takes 20 s on an idle machine of two cores.
-START_TIMEOUT_S = 600
-REQUEST_TIMEOUT_S = 600
+# Against what hangs; a start takes seconds on an idle machine, and minutes on a busy one.
+START_TIMEOUT_S = REQUEST_TIMEOUT_S = 1200
 
 # One thread a rank: the machines that run this have two cores, and libgomp spins.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0"}
 
-TARGET = ["--model-path", str(MODELS / "target"), "--device", "cpu", "--dtype", "float32"]
+# What decides while modules are imported.
+IMPORT_TIME = ("TRITON_INTERPRET",)
+
+TARGET = ["--model-path", str(MODELS / "target"), "--device", "cpu", "--dtype", "float32", "--sleep-on-idle"]
 
 
 def speculative(algorithm: str, drafter: pathlib.Path = MODELS / "drafter") -> list[str]:
     return ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(drafter)]
 
 
+class ForkServer:
+    """The process that forks servers, with an environment of those variables that imports read."""
+
+    def __init__(self, env: Mapping[str, str]):
+        self.process = subprocess.Popen(
+            [sys.executable, str(pathlib.Path(__file__).with_name("fork_server.py"))],
+            env=os.environ | ENVIRONMENT | dict(env), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            preexec_fn=end_with_parent,
+        )  # fmt: skip
+
+    def ask(self, **request: Any) -> Any:
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
 class Server:
-    def __init__(self, arguments: Iterable[str], log: pathlib.Path, env: Mapping[str, str] = {}):
+    def __init__(self, parent: ForkServer, arguments: Iterable[str], log: pathlib.Path, env: Mapping[str, str] = {}):
         self.log = log
+        self.parent = parent
         self.url = f"http://127.0.0.1:{free_port()}"
-        command = [sys.executable, "-m", "sglang.launch_server", *arguments, "--host", "127.0.0.1"]
-        with log.open("w") as file:
-            self.process = subprocess.Popen(
-                [*command, "--port", self.url.rpartition(":")[2]],
-                env=os.environ | ENVIRONMENT | dict(env), stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-                preexec_fn=end_with_parent,
-            )  # fmt: skip
+        self.returncode: int | None = None
+        log.touch()
+        command = [*arguments, "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]]
+        self.pid = parent.ask(start=command, env=os.environ | ENVIRONMENT | dict(env), log=str(log))
+
+    def poll(self) -> int | None:
+        """None while it runs, then its exit code."""
+        if self.returncode is None:
+            self.returncode = self.parent.ask(status=self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int | None:
+        """Its exit code; None if it still runs after so many seconds."""
+        deadline = time.monotonic() + timeout
+        while self.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.returncode
 
     def wait_until_ready(self) -> Server:
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"the server stopped with {self.process.returncode}:\n{self.log_tail()}")
+            if self.poll() is not None:
+                raise RuntimeError(f"the server stopped with {self.returncode}:\n{self.log_tail()}")
             try:
-                if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
+                if requests.get(f"{self.url}/health", timeout=60).status_code == 200:
                     return self
             except (requests.ConnectionError, requests.Timeout):
                 pass
-            time.sleep(0.2)
+            time.sleep(0.1)
         raise TimeoutError(f"no answer after {START_TIMEOUT_S} s:\n{self.log_tail()}")
 
     def log_tail(self, size: int = 6000) -> str:
         return self.log.read_text(errors="replace")[-size:]
 
+    def end(self) -> None:
+        """Ask it to end, which takes it some seconds of waiting."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
     def stop(self) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            pass
+        self.end()
+        self.wait(timeout=60)
         # The scheduler and the detokenizer are of the same session, and outlive a server that was killed.
         try:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
+        self.wait(timeout=60)
 
     def post(self, path: str, **payload: Any) -> requests.Response:
         return requests.post(f"{self.url}{path}", json=payload, timeout=REQUEST_TIMEOUT_S)
@@ -83,15 +120,15 @@ class Server:
 
     def used_slots(self) -> int:
         """KV slots that are neither free nor only kept by the prefix cache."""
-        (load,) = requests.get(f"{self.url}/v1/loads", timeout=30).json()["loads"]
+        (load,) = requests.get(f"{self.url}/v1/loads", timeout=REQUEST_TIMEOUT_S).json()["loads"]
         return load["num_used_tokens"]
 
     def assert_all_slots_are_back(self) -> None:
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 120
         while (used := self.used_slots()) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert used == 0, f"{used} KV slots are lost"
-        assert self.process.poll() is None, self.log_tail()
+        assert self.poll() is None, self.log_tail()
 
 
 def end_with_parent() -> None:
@@ -107,28 +144,70 @@ def free_port() -> int:
 
 
 class Servers:
-    """At most one server: an idle scheduler polls, and would take a core from the next one."""
+    """At most one server that answers, and at most one process that forks them."""
 
     def __init__(self, logs: pathlib.Path):
         self.logs = logs
         self.running: Server | None = None
         self.description: tuple | None = None
         self.started = 0
+        self.ending: Server | None = None
+        self.parent: ForkServer | None = None
+        self.parents_env: dict[str, str] | None = None
 
     def get(self, arguments: Iterable[str], env: Mapping[str, str] = {}) -> Server:
+        """A server that answers; the one that runs if it is of this description."""
         description = (tuple(arguments), tuple(sorted(env.items())))
         if description != self.description:
-            self.stop()
-            self.started += 1
-            self.running = Server(arguments, self.logs / f"server-{self.started}.log", env)
+            self.retire()
+            self.running = self.start(arguments, env)
             self.running.wait_until_ready()
             self.description = description
         return self.running
 
-    def stop(self) -> None:
+    def retire(self) -> None:
+        """The running server ends while the next one starts."""
         if self.running is not None:
-            self.running.stop()
+            self.running.end()
+            self.reap()
+            self.ending = self.running
         self.running = self.description = None
+
+    def reap(self) -> None:
+        if self.ending is not None:
+            self.ending.stop()
+        self.ending = None
+
+    def run(self, arguments: Iterable[str], env: Mapping[str, str] = {}) -> tuple[int, str]:
+        """A server that has to end by itself. -> (exit code, what it wrote)"""
+        self.retire()
+        server = self.start(arguments, env)
+        returncode = server.wait(START_TIMEOUT_S)
+        server.stop()
+        assert returncode is not None, f"it still runs after {START_TIMEOUT_S} s:\n{server.log_tail()}"
+        return returncode, server.log.read_text(errors="replace")
+
+    def start(self, arguments: Iterable[str], env: Mapping[str, str]) -> Server:
+        self.started += 1
+        return Server(self.parent_for(env), arguments, self.logs / f"server-{self.started}.log", env)
+
+    def parent_for(self, env: Mapping[str, str]) -> ForkServer:
+        wanted = {name: value for name, value in (os.environ | dict(env)).items() if name in IMPORT_TIME}
+        if wanted != self.parents_env:
+            self.close()
+            self.parent, self.parents_env = ForkServer(wanted), wanted
+        return self.parent
+
+    def stop(self) -> None:
+        """Returns when nothing of any server runs."""
+        self.retire()
+        self.reap()
+
+    def close(self) -> None:
+        self.stop()
+        if self.parent is not None:
+            self.parent.close()
+        self.parent = self.parents_env = None
 
 
 def token_ids(outputs: list[dict[str, Any]]) -> list[list[int]]:

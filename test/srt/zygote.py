@@ -2,6 +2,8 @@
 """Fresh interpreters in a fraction of a second: a process that has imported torch and transformers, and nothing of
 sglang, forks one child a question. Run as a script it is that process; ``Zygote`` is its client."""
 
+import contextlib
+import gc
 import importlib
 import json
 import os
@@ -10,16 +12,23 @@ import sys
 import traceback
 from typing import NamedTuple
 
-# What takes most of the time of `import sglang.srt.server_args`, and imports nothing of it.
+# What takes most of the time of importing sglang's server, and imports nothing of it.
 PRELOADED = [
     "torch._dynamo",
     "torch.distributed.tensor",
     "transformers.conversion_mapping",
     "transformers.integrations.flash_attention",
     "transformers.models.auto",
+    "IPython",
     "aiohttp",
+    "compressed_tensors",
     "fastapi",
+    "httpx",
+    "networkx",
+    "openai",
+    "pytest",
     "triton",
+    "uvicorn",
 ]
 
 
@@ -43,7 +52,7 @@ class Zygote:
 
     def close(self):
         self.process.stdin.close()
-        self.process.wait(timeout=10)
+        self.process.wait()
 
 
 def answer(code, env):
@@ -78,7 +87,10 @@ def run_child(code, env, out, err):
 
 def main():
     for module in PRELOADED:
-        importlib.import_module(module)
+        with contextlib.suppress(ImportError):  # one that is missing takes no time
+            importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
     assert not any(name.partition(".")[0] == "sglang" for name in sys.modules)
     replies = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
