@@ -68,7 +68,9 @@ struct DdtreeBuildParams {
   int32_t* next_sibling;   // [b, n]
   uint8_t* visible;        // [b, n, n]
   int32_t* used;           // [b]
-  int32_t b, depths, k, n;
+  float* path_log_probs;   // [b, m]
+  float min_log_prob;      // no node below it, but the root
+  int32_t b, depths, k, n, m;
 };
 
 struct TreeAcceptParams {

@@ -21,7 +21,18 @@ CSRC = Path(__file__).parents[2] / "sgl-kernel-sm120" / "csrc"
 @pytest.fixture(scope="session")
 def kernels(tmp_path_factory):
     library = tmp_path_factory.mktemp("on_host") / "kernels.so"
-    command = ["g++", "-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", f"-I{ON_HOST}", f"-I{CSRC}"]
+    command = [
+        "g++",
+        "-std=c++17",
+        "-O1",
+        "-Wall",
+        "-Werror",
+        "-Wno-unknown-pragmas",
+        "-shared",
+        "-fPIC",
+        f"-I{ON_HOST}",
+        f"-I{CSRC}",
+    ]
     subprocess.run([*command, str(ON_HOST / "kernels.cpp"), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 
@@ -60,6 +71,14 @@ SHEETS = [
 ]
 
 
+def run_ddtree_build(kernels, root, ids, scores, want, min_log_prob=-torch.inf):
+    """want: a tree of the shapes that are asked for."""
+    got = [poisoned_like(t) for t in want]
+    sizes = [*scores.shape, want.tokens.shape[1], want.path_log_probs.shape[1]]
+    kernels.host_ddtree_build(*map(pointer, [root, ids, scores, *got]), ctypes.c_float(min_log_prob), *sizes)
+    return got
+
+
 @pytest.mark.parametrize("kind", ["smooth", "ties", "tails", "collisions"])
 @pytest.mark.parametrize("b, depths, k, n", SHEETS)
 def test_ddtree_build(kernels, b, depths, k, n, kind):
@@ -67,19 +86,18 @@ def test_ddtree_build(kernels, b, depths, k, n, kind):
     scores = score_sheet(generator, b, depths, k, kind)
     ids = torch.randint(0, 1000, (b, depths, k), generator=generator)
     root = torch.randint(0, 1000, (b,), generator=generator)
-    want = ddtree_build(root, ids, scores, n)
-    got = [poisoned_like(t) for t in want]
-    kernels.host_ddtree_build(*map(pointer, [root, ids, scores, *got]), b, depths, k, n)
-    for name, g, w in zip(want._fields, got, want, strict=True):
-        assert torch.equal(g, w), name
+    for limit, more in [(-torch.inf, 0), (-2.0, 0), (-torch.inf, 128 - n), (-1.5, (128 - n) // 2)]:
+        want = ddtree_build(root, ids, scores, n, min_log_prob=limit, num_paths=n + more)
+        got = run_ddtree_build(kernels, root, ids, scores, want, limit)
+        for name, g, w in zip(want._fields, got, want, strict=True):
+            assert torch.equal(g, w), (name, limit, more)
 
 
 def test_ddtree_build_leaves_out_nan(kernels):
     scores = torch.tensor([[[-0.5, torch.nan, -1.0], [torch.nan, -0.1, -torch.inf]]])
     root, ids = torch.tensor([9]), torch.arange(6).view(1, 2, 3)
     want = ddtree_build(root, ids, scores, 8)
-    got = [poisoned_like(t) for t in want]
-    kernels.host_ddtree_build(*map(pointer, [root, ids, scores, *got]), 1, 2, 3, 8)
+    got = run_ddtree_build(kernels, root, ids, scores, want)
     assert int(want.used) == 5 and all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 

@@ -72,7 +72,16 @@ def check_against_heap(log_probs, num_nodes, seed=0, device="cpu"):
         assert tree.next_sibling[r].tolist() == [following.get(j, -1) for j in range(n)]
         sees = [{number[p[:d]] for d in range(len(p) + 1)} for p in paths] + [{i} for i in range(used, n)]
         assert [set(row.nonzero().flatten().tolist()) for row in tree.visible[r]] == sees
+        weights = [weight_of(log_probs[r], path) for path in heap_paths(log_probs[r].numpy(), num_nodes - 1)]
+        assert tree.path_log_probs[r].tolist() == [0.0, *weights] + [-torch.inf] * (n - used)
     return tree
+
+
+def weight_of(log_probs, path):
+    weight = torch.zeros(())
+    for depth, rank in enumerate(path):
+        weight = weight + log_probs[depth, rank]
+    return float(weight)
 
 
 @st.composite
@@ -110,6 +119,28 @@ def test_builder_is_exact_where_fp32_sums_collide(data):
     step = st.sampled_from([0.0, -1e-9, -3e-8, -6e-8, -1.0, -1.0000001, -16.0])
     scores = torch.tensor([[data.draw(st.lists(step, min_size=k, max_size=k)) for _ in range(depths)]])
     check_against_heap(scores.sort(dim=-1, descending=True).values + 0.0, data.draw(st.integers(2, 40)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(scores=score_sheets(max_depth=6, max_k=8), n=st.integers(1, 20), more=st.integers(0, 20), data=st.data())
+def test_a_limit_cuts_the_least_probable_nodes_and_more_paths_change_no_node(scores, n, more, data):
+    """A limit gives the tree of as many nodes as are above it; the weights of what is beyond are still told."""
+    b, depths, k = scores.shape
+    ids, root = torch.arange(b * depths * k).view(b, depths, k), torch.full((b,), 7)
+    limit = data.draw(st.sampled_from([*scores[0].flatten().tolist(), -0.5, -2.0, 0.0, -torch.inf]))
+    whole = ddtree_build(root, ids, scores, n + more)
+    tree = ddtree_build(root, ids, scores, n, min_log_prob=limit, num_paths=n + more)
+    assert torch.equal(tree.path_log_probs, whole.path_log_probs)
+    for r in range(b):
+        weights = whole.path_log_probs[r, 1:n]
+        count = 1 + int(((weights >= limit) & (weights > -torch.inf)).sum())
+        assert int(tree.used[r]) == count
+        small = ddtree_build(root[r : r + 1], ids[r : r + 1], scores[r : r + 1], count)
+        assert torch.equal(tree.tokens[r, :count], small.tokens[0])
+        assert torch.equal(tree.parents[r, :count], small.parents[0])
+        assert torch.equal(tree.visible[r, :count, :count], small.visible[0])
+        assert (tree.parents[r, count:] == -2).all() and (tree.tokens[r, count:] == 7).all()
+        assert torch.equal(tree.visible[r, count:], torch.eye(n, dtype=torch.bool)[count:])
 
 
 SIZES = [(1, 7, 4), (1, 0, 4), (5, 0, 4), (128, 31, 64), (2, 1, 1), (128, 1, 1), (33, 7, 8)]

@@ -7,10 +7,10 @@ namespace sgl_kernel_sm120::ddtree_build_op {
 constexpr int kMaxNodes = 128;
 constexpr int kMaxDepth = 31;
 constexpr int kMaxTopk = 64;
-constexpr int kThreads = kMaxNodes;            // one thread a node; warp 0 grows the tree
-constexpr int kNodesPerLane = kMaxNodes / 32;  // 4
-constexpr int kRankBits = 6;                   // a rank is below 64
-constexpr int kRanksPerWord = 64 / kRankBits;  // 10
+constexpr int kThreads = kMaxNodes;  // one thread a node; warp 0 grows the tree
+constexpr int kLanes = 32;
+constexpr int kRankBits = 6;                               // a rank is below 64
+constexpr int kRanksPerWord = 64 / kRankBits;              // 10
 constexpr int kPathWords = kMaxDepth / kRanksPerWord + 1;  // 4
 constexpr int kMaskWords = kMaxNodes / 32;                 // 4
 
@@ -27,12 +27,10 @@ struct Path {
 struct SharedMemory {
   float log_probs[kMaxDepth * kMaxTopk];  // 7,936 B
   // Nodes in the order in which they were chosen; node 0 is the root.
-  Path path[kMaxNodes];     // 4,096 B
-  float weight[kMaxNodes];  // sum of the log-probabilities of the path
+  Path path[kMaxNodes];  // 4,096 B
   int16_t parent[kMaxNodes];
   int16_t rank[kMaxNodes];  // rank of the node's own token
   int16_t depth[kMaxNodes];
-  int16_t next_rank[kMaxNodes];  // the node's best child that is not in the tree yet; k = none
   // The same nodes in breadth-first order.
   int16_t place[kMaxNodes];  // breadth-first number of a chosen node
   int16_t up[kMaxNodes];     // parent of a breadth-first number

@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// The n - 1 most probable paths below the root, one block a request.
+// The n - 1 most probable paths below the root, one block a request; and the weights of the m - 1
+// most probable ones, m >= n, which tell what a larger tree would bring.
 //
 // The tree grows by one node at a time. Every node offers its best child that is not in the tree
 // yet; the best of all offers is the next node. Offers are ordered by weight, then depth (the
 // shorter path first), then rank path. That is the order of a heap of paths, and an offer is never
 // better than the node that makes it, so parents come before children.
 //
-//   grow            warp 0: n - 1 rounds of an argmax over at most n offers, 4 a lane
-//   number          thread i counts the nodes before node i in breadth-first order
-//   write           tokens, parents, depth, links; ancestors as bits, then as bytes
+//   grow            warp 0: m - 1 rounds of an argmax over at most m offers, which stay in
+//   registers number          thread i counts the nodes before node i in breadth-first order write
+//   tokens, parents, depth, links; ancestors as bits, then as bytes
+//
+// A round is one dependent chain, so its length is the kernel's time: compare the lane's offers,
+// redux, ballot, four shuffles, one shared-memory load for each of the two new offers.
 #pragma once
 #include "ddtree_build/config.h"
 #include "params.h"
@@ -17,31 +21,37 @@ namespace sgl_kernel_sm120 {
 
 namespace ddtree_build_op {
 
-// What node `node` offers: its child of rank next_rank.
-struct Offer {
-  float weight;  // -inf: nothing
-  int depth;     // of the child
-  int node;
-};
-
 __device__ __forceinline__ bool is_before(const Path& a, const Path& b) {
   for (int word = 0; word < kPathWords; ++word)
     if (a.words[word] != b.words[word]) return a.words[word] < b.words[word];
   return false;
 }
 
-// Two offers of one depth come from different nodes of one depth, whose paths decide.
-__device__ __forceinline__ bool is_better(const SharedMemory& s, const Offer& a, const Offer& b) {
-  if (a.weight != b.weight) return a.weight > b.weight;
-  if (a.depth != b.depth) return a.depth < b.depth;
-  return is_before(s.path[a.node], s.path[b.node]);
+// Whether node `a` goes before node `b` when their offers weigh the same: the offer of less depth,
+// then of the smaller path. Two offers of one depth come from different nodes of one depth, whose
+// paths decide.
+__device__ __forceinline__ bool is_preferred(const SharedMemory& s, int a, int b) {
+  if (s.depth[a] != s.depth[b]) return s.depth[a] < s.depth[b];
+  return is_before(s.path[a], s.path[b]);
 }
 
-__device__ __forceinline__ Offer offer_of(const SharedMemory& s, int node, int k) {
-  const int depth = s.depth[node] + 1, rank = s.next_rank[node];
-  if (rank >= k) return {-INFINITY, depth, node};
-  return {s.weight[node] + s.log_probs[(depth - 1) * k + rank], depth, node};
+// Orders as the floats do; weights are never NaN, and sums that start at +0 never -0. 0: nothing.
+__device__ __forceinline__ uint32_t to_key(float weight) {
+  const uint32_t bits = __float_as_uint(weight);
+  const uint32_t key = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  return weight > -INFINITY ? key : 0;
 }
+
+// Node 32 * slot + lane belongs to this lane. What it offers, its best child that is not in the
+// tree yet, is in these registers.
+template <int kSlots>
+struct Offers {
+  float parent_weight[kSlots];  // of the node itself
+  float weight[kSlots];         // of the child
+  int rank[kSlots];             // of the child
+  int depth[kSlots];            // of the child
+  uint32_t key[kSlots];         // of the weight; 0: no child is left
+};
 
 // The first rank at or after `rank` that can be a node: a log-probability of -inf or NaN cannot.
 __device__ __forceinline__ int next_real_rank(const SharedMemory& s, int depth, int rank,
@@ -51,60 +61,117 @@ __device__ __forceinline__ int next_real_rank(const SharedMemory& s, int depth, 
   return rank;
 }
 
-__device__ __forceinline__ Offer best_offer(const SharedMemory& s, int num_used, int k, int lane) {
-  Offer best = offer_of(s, 0, k);
-  for (int i = 0; i < kNodesPerLane; ++i) {
-    const int node = lane + 32 * i;
-    if (node >= num_used) break;
-    const Offer offer = offer_of(s, node, k);
-    if (is_better(s, offer, best)) best = offer;
+// Slot `slot` now offers its best child of rank `rank` or more.
+template <int kSlots>
+__device__ __forceinline__ void offer(const SharedMemory& s, Offers<kSlots>& mine, int slot,
+                                      float parent_weight, int depth, int rank, int depths, int k) {
+  rank = next_real_rank(s, depth, rank, depths, k);
+  const float weight = rank < k ? parent_weight + s.log_probs[(depth - 1) * k + rank] : -INFINITY;
+#pragma unroll
+  for (int i = 0; i < kSlots; ++i) {
+    if (i != slot) continue;  // an index that is not constant would put the registers in memory
+    mine.parent_weight[i] = parent_weight;
+    mine.weight[i] = weight;
+    mine.rank[i] = rank;
+    mine.depth[i] = depth;
+    mine.key[i] = to_key(weight);
   }
-  for (int step = 16; step > 0; step /= 2) {
-    const Offer other{__shfl_xor_sync(0xffffffffu, best.weight, step),
-                      __shfl_xor_sync(0xffffffffu, best.depth, step),
-                      __shfl_xor_sync(0xffffffffu, best.node, step)};
-    if (is_better(s, other, best)) best = other;
+}
+
+struct Choice {
+  uint32_t key;
+  int node;  // that makes the offer
+};
+
+template <int kSlots>
+__device__ __forceinline__ Choice best_of_lane(const SharedMemory& s, const Offers<kSlots>& mine,
+                                               int lane) {
+  Choice best{mine.key[0], lane};
+#pragma unroll
+  for (int i = 1; i < kSlots; ++i) {
+    const int node = lane + kLanes * i;
+    const bool ties = mine.key[i] == best.key && best.key != 0;
+    if (mine.key[i] > best.key || (ties && is_preferred(s, node, best.node)))
+      best = {mine.key[i], node};
   }
   return best;
 }
 
-__device__ __forceinline__ void add_node(SharedMemory& s, int node, const Offer& offer, int depths,
-                                         int k) {
-  const int parent = offer.node, rank = s.next_rank[parent];
-  s.parent[node] = static_cast<int16_t>(parent);
-  s.rank[node] = static_cast<int16_t>(rank);
-  s.depth[node] = static_cast<int16_t>(offer.depth);
-  s.weight[node] = offer.weight;
-  s.path[node] = s.path[parent];
-  const int at = offer.depth - 1;
-  s.path[node].words[at / kRanksPerWord] |=
-      uint64_t(rank) << (kRankBits * (kRanksPerWord - 1 - at % kRanksPerWord));
-  s.next_rank[node] = static_cast<int16_t>(next_real_rank(s, offer.depth + 1, 0, depths, k));
-  s.next_rank[parent] = static_cast<int16_t>(next_real_rank(s, offer.depth, rank + 1, depths, k));
+// The node with the best offer of all lanes, or -1.
+__device__ __forceinline__ int best_of_warp(const SharedMemory& s, const Choice& mine) {
+  constexpr unsigned kAll = 0xffffffffu;
+  const uint32_t key = __reduce_max_sync(kAll, mine.key);
+  if (key == 0) return kNoNode;
+  unsigned tied = __ballot_sync(kAll, mine.key == key);
+  int best = __shfl_sync(kAll, mine.node, __ffs(tied) - 1);
+  for (tied &= tied - 1; tied; tied &= tied - 1) {
+    const int other = __shfl_sync(kAll, mine.node, __ffs(tied) - 1);
+    if (is_preferred(s, other, best)) best = other;
+  }
+  return best;
 }
 
-__device__ __forceinline__ void add_root(SharedMemory& s, int depths, int k) {
-  s.path[0] = {};
-  s.weight[0] = 0.0f;
-  s.parent[0] = -1;
-  s.rank[0] = 0;
-  s.depth[0] = 0;
-  s.next_rank[0] = static_cast<int16_t>(next_real_rank(s, 1, 0, depths, k));
+template <int kSlots>
+__device__ __forceinline__ Offers<kSlots> of_slot(const Offers<kSlots>& mine, int slot) {
+  Offers<kSlots> found = mine;  // entry 0 is what is asked for
+#pragma unroll
+  for (int i = 1; i < kSlots; ++i) {
+    if (i != slot) continue;
+    found.parent_weight[0] = mine.parent_weight[i];
+    found.weight[0] = mine.weight[i];
+    found.rank[0] = mine.rank[i];
+    found.depth[0] = mine.depth[i];
+  }
+  return found;
 }
 
 // Warp 0. Leaves the number of nodes in num_used.
+template <int kSlots>
 __device__ __forceinline__ void grow(SharedMemory& s, const DdtreeBuildParams& params, int lane) {
-  int num_used = 1;
-  if (lane == 0) add_root(s, params.depths, params.k);
-  __syncwarp();
-  while (num_used < params.n) {
-    const Offer best = best_offer(s, num_used, params.k, lane);
-    if (best.weight == -INFINITY) break;
-    __syncwarp();
-    if (lane == 0) add_node(s, num_used, best, params.depths, params.k);
-    __syncwarp();
-    ++num_used;
+  constexpr unsigned kAll = 0xffffffffu;
+  const int depths = params.depths, k = params.k;
+  float* const path_log_probs = params.path_log_probs + int64_t{blockIdx.x} * params.m;
+  Offers<kSlots> mine{};  // key 0: nothing
+  if (lane < kPathWords) s.path[0].words[lane] = 0;
+  if (lane == 0) {
+    s.parent[0] = s.rank[0] = s.depth[0] = 0;
+    path_log_probs[0] = 0.0f;
+    offer(s, mine, 0, 0.0f, 1, 0, depths, k);
   }
+  __syncwarp();
+
+  int num_nodes = 1, num_used = 1;
+  for (; num_nodes < params.m; ++num_nodes) {
+    const int parent = best_of_warp(s, best_of_lane(s, mine, lane));
+    if (parent < 0) break;
+    // Tell every lane what was chosen.
+    const int giver = parent % kLanes, owner = num_nodes % kLanes;
+    const Offers<kSlots> found = of_slot(mine, parent / kLanes);
+    const float weight = __shfl_sync(kAll, found.weight[0], giver);
+    const int rank = __shfl_sync(kAll, found.rank[0], giver);
+    const int depth = __shfl_sync(kAll, found.depth[0], giver);
+    if (num_nodes < params.n && weight >= params.min_log_prob) num_used = num_nodes + 1;
+
+    if (lane < kPathWords) {
+      const int at = depth - 1;
+      const uint64_t step = uint64_t(rank)
+                            << (kRankBits * (kRanksPerWord - 1 - at % kRanksPerWord));
+      s.path[num_nodes].words[lane] =
+          s.path[parent].words[lane] | (lane == at / kRanksPerWord ? step : 0);
+    }
+    if (lane == owner) {
+      s.parent[num_nodes] = static_cast<int16_t>(parent);
+      s.rank[num_nodes] = static_cast<int16_t>(rank);
+      s.depth[num_nodes] = static_cast<int16_t>(depth);
+      path_log_probs[num_nodes] = weight;
+      offer(s, mine, num_nodes / kLanes, weight, depth + 1, 0, depths, k);
+    }
+    if (lane == giver)
+      offer(s, mine, parent / kLanes, found.parent_weight[0], depth, rank + 1, depths, k);
+    __syncwarp();
+  }
+  for (int rest = num_nodes + lane; rest < params.m; rest += kLanes)
+    path_log_probs[rest] = -INFINITY;
   if (lane == 0) s.num_used = num_used;
 }
 
@@ -173,7 +240,14 @@ __global__ void __launch_bounds__(ddtree_build_op::kThreads)
     s.log_probs[at] = params.log_probs[int64_t{request} * num_scores + at];
   __syncthreads();
 
-  if (thread < 32) grow(s, params, thread);
+  if (thread < kLanes) {
+    if (params.m <= kLanes)
+      grow<1>(s, params, thread);
+    else if (params.m <= 2 * kLanes)
+      grow<2>(s, params, thread);
+    else
+      grow<kMaxNodes / kLanes>(s, params, thread);
+  }
   __syncthreads();
 
   if (thread < s.num_used) s.place[thread] = static_cast<int16_t>(count_before(s, thread));

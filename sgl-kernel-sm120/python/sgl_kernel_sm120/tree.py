@@ -33,6 +33,7 @@ class DraftTree(NamedTuple):
     next_sibling: torch.Tensor  # int32 [b, N]; -1 = none
     visible: torch.Tensor  # bool [b, N, N]; row i sees itself and its ancestors
     used: torch.Tensor  # int32 [b]; nodes in use, the root included
+    path_log_probs: torch.Tensor  # fp32 [b, M]; of the M most probable paths, best first; root 0, none -inf
 
 
 class Acceptance(NamedTuple):
@@ -42,17 +43,22 @@ class Acceptance(NamedTuple):
     bonus: torch.Tensor  # int64 [b]; the target's token after the last accepted node
 
 
-def ddtree_build(root, ids, log_probs, num_nodes) -> DraftTree:
+def ddtree_build(root, ids, log_probs, num_nodes, *, min_log_prob=float("-inf"), num_paths=None) -> DraftTree:
     """The num_nodes - 1 most probable paths below the root, with all their ancestors.
 
     root int64 [b]; ids int64 and log_probs fp32 [b, D, K]: the K best tokens of each of D positions, best first. The
     weight of a path is the fp32 sum of its log-probabilities, added from the root down. Of equal weights the shorter
     path wins, then the lexicographically smaller rank path. A token of log-probability -inf or NaN never becomes a
-    node.
+    node, nor does a path below min_log_prob; the root always is one.
+
+    path_log_probs has num_paths columns (num_nodes by default, and at least): the weights of the root and the most
+    probable paths, whether they became nodes or not. They tell what a larger tree would bring.
     """
     _library.require_kernel("ddtree_build", root)
     check_ndim("ddtree_build", "root", root, 1, "[b]")
     check_range("ddtree_build", "num_nodes", num_nodes, 1, MAX_NODES)
+    num_paths = num_nodes if num_paths is None else num_paths
+    check_range("ddtree_build", "num_paths", num_paths, num_nodes, MAX_NODES)
     b, n = root.shape[0], num_nodes
     tree = DraftTree(
         tokens=root.new_empty(b, n),
@@ -62,8 +68,9 @@ def ddtree_build(root, ids, log_probs, num_nodes) -> DraftTree:
         next_sibling=root.new_empty(b, n, dtype=torch.int32),
         visible=root.new_empty(b, n, n, dtype=torch.bool),
         used=root.new_empty(b, dtype=torch.int32),
+        path_log_probs=root.new_empty(b, num_paths, dtype=torch.float32),
     )
-    _ddtree_build(root.contiguous(), ids.contiguous(), log_probs.contiguous(), *tree)
+    _ddtree_build(root.contiguous(), ids.contiguous(), log_probs.contiguous(), *tree, min_log_prob)
     return tree
 
 
@@ -131,20 +138,25 @@ def tree_visibility(parents, max_depth):
     return visible
 
 
-def _build(root, ids, log_probs, tokens, parents, depth, first_child, next_sibling, visible, used):
-    _check_build(root, ids, log_probs, tokens, parents, depth, first_child, next_sibling, visible, used)
-    (b, max_depth, _), n = ids.shape, tokens.shape[1]
-    tokens.copy_(root[:, None].expand(b, n))
-    parents.fill_(UNUSED_PARENT)
-    parents[:, 0] = ROOT_PARENT
-    depth.zero_()
-    used.fill_(1)
-    if n > 1 and max_depth > 0:
-        weight, token, parent = _beams(ids, log_probs, n - 1)
-        _pick_nodes(weight, token, parent, tokens, parents, depth, used)
-    for target, source in zip((first_child, next_sibling), tree_links(parents), strict=True):
+def _build(root, ids, log_probs, *outputs_and_limit):
+    *outputs, min_log_prob = outputs_and_limit
+    tree = DraftTree(*outputs)
+    _check_build(root, ids, log_probs, *outputs_and_limit)
+    (b, max_depth, _), n = ids.shape, tree.tokens.shape[1]
+    tree.tokens.copy_(root[:, None].expand(b, n))
+    tree.parents.fill_(UNUSED_PARENT)
+    tree.parents[:, 0] = ROOT_PARENT
+    tree.depth.zero_()
+    tree.used.fill_(1)
+    tree.path_log_probs.fill_(float("-inf"))
+    tree.path_log_probs[:, 0] = 0.0
+    width = tree.path_log_probs.shape[1] - 1
+    if width > 0 and max_depth > 0:
+        weight, token, parent = _beams(ids, log_probs, width)
+        _pick_nodes(weight, token, parent, width, min_log_prob, tree)
+    for target, source in zip((tree.first_child, tree.next_sibling), tree_links(tree.parents), strict=True):
         target.copy_(source)
-    visible.copy_(tree_visibility(parents, max_depth))
+    tree.visible.copy_(tree_visibility(tree.parents, max_depth))
 
 
 def _beams(ids, log_probs, width):
@@ -173,23 +185,27 @@ def _beams(ids, log_probs, width):
     return (torch.cat(x, dim=1) for x in (weights, tokens, parents))
 
 
-def _pick_nodes(weight, token, parent, tokens, parents, depth, used):
+def _pick_nodes(weight, token, parent, width, min_log_prob, tree):
     """The best paths of all depths become nodes 1, 2, ... in depth-major order, which is breadth-first."""
-    width, total = tokens.shape[1] - 1, weight.shape[1]
+    n, total = tree.tokens.shape[1], weight.shape[1]
     best = weight.sort(dim=1, descending=True, stable=True)
-    filled = best.values[:, :width] > float("-inf")
-    place = torch.where(filled, best.indices[:, :width], total).sort(dim=1).values
+    tree.path_log_probs[:, 1:] = best.values[:, :width]
+    if n == 1:
+        return
+    chosen = best.values[:, : n - 1]
+    filled = (chosen > float("-inf")) & (chosen >= min_log_prob)
+    place = torch.where(filled, best.indices[:, : n - 1], total).sort(dim=1).values
     filled = place < total
     place = place.clamp(max=total - 1)
 
-    node = torch.arange(1, width + 1, device=weight.device).expand_as(place)
+    node = torch.arange(1, n, device=weight.device).expand_as(place)
     node_at = torch.zeros_like(parent).scatter_reduce_(1, place, torch.where(filled, node, 0), "amax")
     above = parent.gather(1, place)
     above = torch.where(above < 0, 0, node_at.gather(1, above.clamp(min=0)))
-    tokens[:, 1:] = torch.where(filled, token.gather(1, place), tokens[:, :1])
-    parents[:, 1:] = torch.where(filled, above, UNUSED_PARENT)
-    depth[:, 1:] = torch.where(filled, place // width + 1, 0)
-    used += filled.sum(dim=1)
+    tree.tokens[:, 1:] = torch.where(filled, token.gather(1, place), tree.tokens[:, :1])
+    tree.parents[:, 1:] = torch.where(filled, above, UNUSED_PARENT)
+    tree.depth[:, 1:] = torch.where(filled, place // width + 1, 0)
+    tree.used.add_(filled.sum(dim=1))
 
 
 def _accept(tokens, parents, target_tokens, path, accept_len, out_tokens, bonus):
@@ -217,7 +233,9 @@ def _pack(visible, words):
     words.copy_((padded.unflatten(2, (-1, BITS_PER_WORD)).long() << bit).sum(dim=3))
 
 
-def _check_build(root, ids, log_probs, tokens, parents, depth, first_child, next_sibling, visible, used):
+def _check_build(
+    root, ids, log_probs, tokens, parents, depth, first_child, next_sibling, visible, used, path_log_probs, min_log_prob
+):
     op = "ddtree_build"
     outputs = dict(tokens=tokens, parents=parents, depth=depth, first_child=first_child, next_sibling=next_sibling)
     check_ndim(op, "ids", ids, 3, "[b, D, K]")
@@ -228,7 +246,13 @@ def _check_build(root, ids, log_probs, tokens, parents, depth, first_child, next
     check_range(op, "ids: D", max_depth, 0, MAX_DEPTH)
     check_range(op, "ids: K", k, 1, MAX_TOPK)
     check_range(op, "tokens: N", n, 1, MAX_NODES)
-    check_device(op, root.device, ids=ids, log_probs=log_probs, **outputs, visible=visible, used=used)
+    check_ndim(op, "path_log_probs", path_log_probs, 2, "[b, M]")
+    m = path_log_probs.shape[1]
+    check_range(op, "path_log_probs: M", m, n, MAX_NODES)
+    check_device(
+        op, root.device, ids=ids, log_probs=log_probs, **outputs, visible=visible, used=used,
+        path_log_probs=path_log_probs,
+    )  # fmt: skip
     check_dtype(op, "root", root, (torch.int64,))
     check_dtype(op, "ids", ids, (torch.int64,))
     check_dtype(op, "log_probs", log_probs, (torch.float32,), "weights are fp32 sums; cast with .float()")
@@ -241,6 +265,8 @@ def _check_build(root, ids, log_probs, tokens, parents, depth, first_child, next
     check_shape(op, "visible", visible, (b, n, n), "[b, N, N]")
     check_dtype(op, "used", used, (torch.int32,))
     check_shape(op, "used", used, (b,), "[b]")
+    check_dtype(op, "path_log_probs", path_log_probs, (torch.float32,))
+    check_shape(op, "path_log_probs", path_log_probs, (b, m), "[b, M]")
 
 
 def _check_accept(tokens, parents, target_tokens, path, accept_len, out_tokens, bonus):
@@ -282,7 +308,8 @@ def _check_pack(visible, words):
 _ddtree_build = _library.register(
     "ddtree_build",
     "Tensor root, Tensor ids, Tensor log_probs, Tensor(a!) tokens, Tensor(b!) parents, Tensor(c!) depth, "
-    "Tensor(d!) first_child, Tensor(e!) next_sibling, Tensor(f!) visible, Tensor(g!) used",
+    "Tensor(d!) first_child, Tensor(e!) next_sibling, Tensor(f!) visible, Tensor(g!) used, "
+    "Tensor(h!) path_log_probs, float min_log_prob",
     cpu=_build,
     fake=_check_build,
 )

@@ -131,6 +131,34 @@ T __shfl_xor_sync(unsigned, T value, int lanes) {
   return other;
 }
 
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+  const unsigned me = on_host::current, first = me / on_host::kWarp * on_host::kWarp;
+  std::memcpy(&on_host::exchange[me], &value, sizeof value);
+  __syncwarp();
+  T other;
+  std::memcpy(&other, &on_host::exchange[first + lane], sizeof other);
+  __syncwarp();
+  return other;
+}
+
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  const unsigned me = on_host::current, first = me / on_host::kWarp * on_host::kWarp;
+  on_host::exchange[me] = value;
+  __syncwarp();
+  unsigned largest = 0;
+  for (int lane = 0; lane < on_host::kWarp; ++lane)
+    largest = std::max(largest, unsigned(on_host::exchange[first + lane]));
+  __syncwarp();
+  return largest;
+}
+
+inline unsigned __float_as_uint(float value) {
+  unsigned bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
 inline unsigned __ballot_sync(unsigned, bool vote) {
   const unsigned me = on_host::current, first = me / on_host::kWarp * on_host::kWarp;
   on_host::exchange[me] = vote;

@@ -12,10 +12,12 @@ using namespace sgl_kernel_sm120;
 extern "C" void host_ddtree_build(const int64_t* root, const int64_t* ids, const float* log_probs,
                                   int64_t* tokens, int32_t* parents, int32_t* depth,
                                   int32_t* first_child, int32_t* next_sibling, uint8_t* visible,
-                                  int32_t* used, int b, int depths, int k, int n) {
+                                  int32_t* used, float* path_log_probs, float min_log_prob, int b,
+                                  int depths, int k, int n, int m) {
   const DdtreeBuildParams params{
-      root,         ids,     log_probs, tokens, parents, depth, first_child,
-      next_sibling, visible, used,      b,      depths,  k,     n};
+      root,    ids,  log_probs,      tokens,       parents, depth,  first_child, next_sibling,
+      visible, used, path_log_probs, min_log_prob, b,       depths, k,           n,
+      m};
   on_host::launch({unsigned(b)}, ddtree_build_op::kThreads, [&] { ddtree_build_kernel(params); });
 }
 
