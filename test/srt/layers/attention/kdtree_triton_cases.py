@@ -143,7 +143,7 @@ def draft_extend_batch(rows, lens, *, width=4, bucket=None, table=None, device="
         seq_lens_cpu=None, extend_prefix_lens=torch.tensor([n - width for n in lens], device=device),
         extend_prefix_lens_cpu=[n - width for n in lens],
         extend_seq_lens=torch.full((len(rows),), width, device=device), extend_seq_lens_cpu=[width] * len(rows),
-        out_cache_loc=loc, out_cache_loc_is_physical=True,
+        out_cache_loc=loc, out_cache_loc_is_physical=True, mha_one_shot=False, attn_attend_prefix_cache=None,
     )  # fmt: skip
 
 
