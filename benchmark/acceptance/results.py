@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The result file of the acceptance study."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from . import ROW_COSTS
+
+FORMAT = "acceptance-1"
+TEMPERATURES = ("0", "1")
+
+
+def entry(tally) -> dict:
+    """tally: a walk.Tally"""
+    return {
+        "tokens": tally.tokens,
+        "steps": tally.steps,
+        "rows": tally.rows,
+        "accept_length": round(tally.tokens / tally.steps, 3),
+        "rows_per_token": round(tally.rows / tally.tokens, 3),
+        # Tokens per unit of time, by the cost of a row; a step of one row takes 1.
+        "speed": {f"{c:g}": round(tally.tokens / tally.cost[c], 4) for c in ROW_COSTS},
+    }
+
+
+def load(path: Path) -> dict:
+    """Refuses a file that is not consistent with itself."""
+    data = json.loads(Path(path).read_text())
+    if data["header"]["format"] != FORMAT:
+        raise ValueError(f"{path}: format {data['header']['format']!r}, expected {FORMAT!r}")
+    for temperature in TEMPERATURES:
+        for kind, ways in data["walks"][temperature].items():
+            totals = {way["tokens"] for way in ways.values()}
+            if len(totals) != 1:
+                raise ValueError(f"{path}: T = {temperature}, {kind}: answers differ: {sorted(totals)} tokens")
+            for name, way in ways.items():
+                for key, value in (("accept_length", way["steps"]), ("rows_per_token", way["tokens"])):
+                    top = way["tokens"] if key == "accept_length" else way["rows"]
+                    if abs(way[key] - top / value) > 1e-3:
+                        raise ValueError(f"{path}: T = {temperature}, {kind}, {name}: {key} is {way[key]}")
+    return data
