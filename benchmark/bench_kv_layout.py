@@ -5,8 +5,8 @@
     python benchmark/bench_kv_layout.py --device cpu --tiny  # tries the program; the times say nothing
 
 verify   one call of mla_tree_verify over the same lengths, with the slots of a request in one run, in runs of 64 or
-         16, or each anywhere; in a pool that just holds them, and spread over a pool of --pool-gb, where the TLB counts.
-         Where the runs allow it also with the promise of page_size 16 and 64. Checked against an fp64 answer first.
+         16, or each anywhere; in a pool that just holds them, and spread over a pool of --pool-gb, for the TLB. Where
+         the runs allow it also with the promise of page_size 16 and 64. Checked against an fp64 answer first.
 order    what the allocator does to its free list at a prefill, at a plan and when idle.
 move     kv_move_all_layers of one step's budget, alone and beside a step of verify calls on another stream.
 
