@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -23,9 +24,11 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-sys.path.insert(0, str(HERE / "kernels"))
+sys.path[:0] = [str(HERE), str(HERE / "kernels")]
 
 import arithmetic_sm120  # noqa: E402
+from one_rank import results as one_rank_results  # noqa: E402
+from one_rank import table as one_rank_table  # noqa: E402
 from verify_bench import results, table  # noqa: E402
 from verify_bench.arms import ARMS  # noqa: E402
 from verify_bench.shapes import Shape  # noqa: E402
@@ -212,9 +215,75 @@ def geomeans(data: dict) -> str:
     return markdown(["arm", "time over ours, geometric mean", "shapes"], rows)
 
 
+LAYERS = 61  # of Kimi K2.6
+
+
+def attention_of_a_step(data: dict) -> str:
+    """Arithmetic on measured rows: what the layers' attention takes of one step, one call after another."""
+    arms = ("triton_decode", "triton_extend", "ours")
+    rows = [
+        [f"{shape.prefix:,}"] + [f"{LAYERS * p50(r, a) / 1e3:,.2f}" if a in r else "-" for a in arms]
+        for shape, r in select(data, is_base, arms)
+    ]
+    return markdown(["prefix", *(f"{LABELS[a]}, ms" for a in arms)], rows)
+
+
+def one_rank_header(data: dict) -> str:
+    h = data["header"]
+    if h["scale"] != "full":
+        raise ReportError(f"the result is of scale {h['scale']!r}, which says nothing about speed")
+    model, gpu = h["model"], h["gpu"] or {}
+    return (
+        f"{gpu.get('name', h['device'])}, driver {gpu.get('driver_version', 'unknown')}; {h['date'][:10]}, commit "
+        f"{h['commit'][:12]}. {model['num_hidden_layers']} layers, {model['num_attention_heads']} heads a rank, one "
+        f"request. Versions: {', '.join(f'{name} {v}' for name, v in h['versions'].items() if v)}."
+    )
+
+
+def _one_rank(make: Callable[[dict], tuple[list[str], list[list[str]]]]) -> Callable[[dict], str]:
+    def render_table(data: dict) -> str:
+        one_rank_header(data)
+        columns, rows = make(data)
+        if not rows:
+            raise ReportError("no row of the result file belongs in this table")
+        return markdown(columns, rows)
+
+    return render_table
+
+
 TABLES: dict[str, Callable[[dict], str]] = {
-    f.__name__: f for f in (header, context, shapes, ladder, fp8, pages, arithmetic, geomeans)
+    f.__name__: f for f in (header, context, shapes, ladder, fp8, pages, arithmetic, geomeans, attention_of_a_step)
 }
+# Of runs that a document may describe before anybody has made them.
+OPTIONAL_TABLES: dict[str, Callable[[dict], str]] = {
+    "one_rank_header": one_rank_header,
+    **{
+        f"one_rank_{make.__name__}": _one_rank(make)
+        for make in (one_rank_table.steps, one_rank_table.speeds, one_rank_table.eagle, one_rank_table.kernels)
+    },
+}
+NOT_MEASURED = "Not measured yet."
+LOADERS = {
+    results.FORMAT: results.load,
+    one_rank_results.FORMAT: one_rank_results.load,
+}
+
+
+def load_any(path: Path) -> dict:
+    """A result file of any format, checked by that format's rules."""
+    data = json.loads(path.read_text())
+    found = data.get("header", {}).get("format") if isinstance(data, dict) else None
+    return LOADERS.get(found, results.load)(path)
+
+
+def body_of(name: str, file: str, load: Callable[[str], dict]) -> str:
+    if name not in OPTIONAL_TABLES:
+        return TABLES[name](load(file))
+    try:
+        data = load(file)
+    except FileNotFoundError:
+        return NOT_MEASURED
+    return OPTIONAL_TABLES[name](data)
 
 
 def render(text: str, load: Callable[[str], dict], where: str) -> str:
@@ -237,10 +306,11 @@ def render(text: str, load: Callable[[str], dict], where: str) -> str:
             end = i
         if lines[end] != CLOSE:
             raise ReportError(f"{where}:{i + 1}: no '{CLOSE}' after this block's start")
-        if m["table"] not in TABLES:
-            raise ReportError(f"{where}:{i + 1}: no table '{m['table']}'; there are {', '.join(TABLES)}")
+        known = [*TABLES, *OPTIONAL_TABLES]
+        if m["table"] not in known:
+            raise ReportError(f"{where}:{i + 1}: no table '{m['table']}'; there are {', '.join(known)}")
         try:
-            body = TABLES[m["table"]](load(m["file"]))
+            body = body_of(m["table"], m["file"], load)
         except (OSError, ValueError, ReportError) as e:
             raise ReportError(f"{where}:{i + 1}: {m['table']}: {e}") from e
         out += [body, CLOSE]
@@ -266,7 +336,7 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
 
     def load(name: str) -> dict:
         if name not in cache:
-            cache[name] = results.load(root / name)
+            cache[name] = load_any(root / name)
         return cache[name]
 
     for path in args.files or documents(root):

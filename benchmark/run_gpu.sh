@@ -1,39 +1,63 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Test, time and sanitize the kernels on a GPU host, with or without a network. Everything lands in one folder.
+# Everything that only a GPU can show, in one command, with or without a network. Everything lands in one folder.
 #
-#   bash benchmark/run_gpu.sh [--bundle DIR] [--out DIR] [STEP...] [-- ARGUMENTS OF THE BENCHMARK]
+#   bash benchmark/run_gpu.sh [--site DIR[:DIR]] [--bundle DIR] [--out DIR] [STEP...] [-- ARGUMENTS OF THE BENCHMARK]
 #
-# STEP: test (pytest -m gpu), bench, sanitize, plot; default: all four, in that order. A failed step does not stop the next ones;
-# the exit code says whether one failed. --bundle: what pack_gpu.py wrote; without it the installed packages are used, and the
-# native libraries of build_native.py are built here if nvcc is.
-# Environment: PYTHON (python3), TEST_TIMEOUT, BENCH_TIMEOUT, SANITIZE_TIMEOUT in seconds (300, 500, 120 each tool).
+# STEP, in this order by default (with --bundle and no --site: test, bench, sanitize, plot):
+#   test       tests of the kernels (pytest -m gpu test/kernels)
+#   backend    tests of the attention backend: captured steps in real CUDA graphs, and what other parts mark as gpu
+#   e2e        backend_e2e.py: the real Engine, upstream's Triton against kdtree_sm120          -> backend_e2e.json
+#   one_rank   one rank of Kimi K2.6, step time against context                                 -> one_rank.json, plots
+#   bench      every kernel of this job side by side                                            -> mla_tree_verify.json
+#   sanitize   compute-sanitizer over the kernels' tests
+#   plot       plots of bench
+# A failed step does not stop the next ones; the exit code says whether one failed. What comes after -- goes to bench, or to
+# the one step that was named.
+# The environment is an installed one (pip install ./python[cuda] and ./sgl-kernel-sm120), or a tree that is laid out like
+# site-packages and unpacked on an offline host: --site. --bundle: what pack_gpu.py wrote, for test, bench, sanitize, plot;
+# without it the native libraries of build_native.py are built here if nvcc is.
+# Environment: PYTHON (python3), COMMIT where there is no git; seconds a step: TEST_TIMEOUT, BACKEND_TIMEOUT, E2E_TIMEOUT,
+# ONE_RANK_TIMEOUT, BENCH_TIMEOUT, SANITIZE_TIMEOUT (300, 300, 900, 1800, 500, 120 each tool).
 set -u -o pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(dirname "$here")
 python=${PYTHON:-python3}
-bundle= out=$here/out
+bundle= site= out=$here/out
+all=(test backend e2e one_rank bench sanitize plot)
 steps=()
 while [ $# -gt 0 ]; do
   case $1 in
     --bundle) bundle=$(cd "${2:?--bundle needs a folder}" && pwd) || exit 2; shift 2 ;;
+    --site) site=${2:?--site needs a folder}; shift 2 ;;
     --out) out=${2:?--out needs a folder}; shift 2 ;;
-    test | bench | sanitize | plot) steps+=("$1"); shift ;;
+    test | backend | e2e | one_rank | bench | sanitize | plot) steps+=("$1"); shift ;;
     --) shift; break ;;
-    -h | --help) sed -n '3,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
-    *) echo "run_gpu.sh: unknown argument '$1'; steps are test, bench, sanitize, plot" >&2; exit 2 ;;
+    -h | --help) sed -n '3,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    *) echo "run_gpu.sh: unknown argument '$1'; steps are ${all[*]}" >&2; exit 2 ;;
   esac
 done
-[ ${#steps[@]} -gt 0 ] || steps=(test bench sanitize plot)
+bench_args=("$@") own_args=()
+if [ ${#steps[@]} = 1 ] && [ "${steps[0]}" != bench ]; then own_args=("$@") bench_args=(); fi
+if [ ${#steps[@]} = 0 ]; then
+  if [ -n "$bundle" ] && [ -z "$site" ]; then steps=(test bench sanitize plot); else steps=("${all[@]}"); fi
+fi
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 pytest=("$python" -m pytest "$root/test/kernels" -m gpu -q -p no:cacheprovider)
 bench=("$python" "$here/kernels/bench_mla_tree_verify.py")
-export PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
+if [ -n "$site" ]; then
+  export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
+  # A process of a server that takes another interpreter than this one would lose the tree's torch.
+  folder=$(dirname "$(command -v "$python")") && export PATH=$folder:$PATH
+fi
+commit=()
+[ -z "${COMMIT:-}" ] || commit=(--commit "$COMMIT")
 if [ -n "$bundle" ]; then
   export PYTHONPATH=$bundle/site${PYTHONPATH:+:$PYTHONPATH}
   bench+=(--native "$bundle/native" --sglang-kernels "$bundle/sglang_kernels" --commit "$(cat "$bundle/COMMIT")")
-elif [ ! -f "$here/build/native/libprobes.so" ]; then
+elif [[ " ${steps[*]} " == *" bench "* ]] && [ ! -f "$here/build/native/libprobes.so" ]; then
   "$python" "$here/kernels/build_native.py" || echo "run_gpu.sh: some native libraries are missing; their arms will be reported as not available"
 fi
 
@@ -68,8 +92,15 @@ sanitize() {
 
 for s in "${steps[@]}"; do
   case $s in
+    backend) step backend "${BACKEND_TIMEOUT:-300}" "$python" -m pytest "$root/test/srt" "$root/test/e2e" -m gpu -q -p no:cacheprovider ;;
+    e2e) step e2e "${E2E_TIMEOUT:-900}" "$python" "$here/backend_e2e.py" --out "$out/backend_e2e.json" --logs "$out/e2e" \
+      "${commit[@]}" "${own_args[@]}" ;;
+    one_rank)
+      step one_rank "${ONE_RANK_TIMEOUT:-1800}" env PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" "$python" -m one_rank \
+        --out "$out/one_rank.json" --logs "$out/one_rank" "${commit[@]}" "${own_args[@]}"
+      step one_rank_plot 60 env PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" "$python" -m one_rank.plot "$out/one_rank.json" ;;
     test) step test "${TEST_TIMEOUT:-300}" "${pytest[@]}" ;;
-    bench) step bench "${BENCH_TIMEOUT:-500}" "${bench[@]}" --out "$out/mla_tree_verify.json" "$@" ;;
+    bench) step bench "${BENCH_TIMEOUT:-500}" "${bench[@]}" --out "$out/mla_tree_verify.json" "${bench_args[@]}" ;;
     sanitize) sanitize ;;
     plot) step plot 60 "$python" "$here/kernels/plot_mla_tree_verify.py" "$out/mla_tree_verify.json" --out "$out" ;;
   esac

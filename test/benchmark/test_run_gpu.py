@@ -35,7 +35,7 @@ def run(tmp_path):
         log.write_text("")
         environment = {**os.environ, "PYTHON": str(python), "FAIL_ON": fail_on, "PATH": path, "PYTHONPATH": ""}
         command = ["/bin/bash", str(SCRIPT), "--out", str(tmp_path / "out"), *args]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         return done, log.read_text().splitlines()
 
     call.bundle, call.out = bundle, tmp_path / "out"
@@ -56,6 +56,33 @@ def test_all_steps_in_order(run):
     assert all(c.endswith("caching=1") for c in calls[2:6])
     assert "plot_mla_tree_verify.py" in calls[6]
     assert {p.name for p in run.out.iterdir()} >= {"test.log", "bench.log", "plot.log", "sanitize-racecheck.log"}
+
+
+def test_the_engine_steps_on_an_unpacked_tree(run, tmp_path):
+    site = f"{tmp_path}/a:{tmp_path}/b"
+    done, calls = run("--site", site, "backend", "e2e", "one_rank")
+    assert done.returncode == 0, done.stdout + done.stderr
+    backend, e2e, one_rank, plot = calls
+    assert all(f"PYTHONPATH={site}" in c for c in (backend, e2e)) and all(site in c for c in (one_rank, plot))
+    assert "test/srt" in backend and "-m gpu" in backend
+    assert f"--out {run.out}/backend_e2e.json" in e2e and "backend_e2e.py" in e2e
+    assert f"-m one_rank --out {run.out}/one_rank.json" in one_rank
+    assert f"PYTHONPATH={SCRIPT.parent}:{site}" in one_rank
+    assert plot.endswith(f"-m one_rank.plot {run.out}/one_rank.json")
+
+
+def test_an_installed_environment_runs_everything(run):
+    _, calls = run(path="/usr/bin:/bin")  # no sanitizer
+    ran = " ".join(calls)
+    for part in ("test/kernels", "test/srt", "backend_e2e.py", "-m one_rank ", "bench_mla_tree_verify.py"):
+        assert part in ran, part
+
+
+def test_arguments_go_to_the_one_step_that_is_named(run):
+    _, calls = run("one_rank", "--", "--arms", "tree_kdtree")
+    assert calls[0].endswith("--arms tree_kdtree") and "tree_kdtree" not in calls[1]
+    _, calls = run("--bundle", str(run.bundle), "test", "bench", "--", "--shapes", "smoke")
+    assert "smoke" not in calls[0] and calls[1].endswith("--shapes smoke")
 
 
 def test_sanitized_cases_exist():
@@ -98,4 +125,4 @@ def test_bad_arguments(run, args):
 
 def test_help(run):
     done, calls = run("--help")
-    assert done.returncode == 0 and "run_gpu.sh [--bundle DIR]" in done.stdout and not calls
+    assert done.returncode == 0 and "run_gpu.sh [--site DIR[:DIR]]" in done.stdout and not calls

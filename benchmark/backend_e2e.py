@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The small model through the real Engine: kdtree_sm120 against upstream's Triton backend in the same call.
+
+    python benchmark/backend_e2e.py --out benchmark/results/h200/backend_e2e.json     # on a GPU
+    python benchmark/backend_e2e.py --device cpu --only 'DDTREE bf16' --out r.json     # against the torch reference
+    python benchmark/backend_e2e.py --list
+
+A run is an Engine with an algorithm (plain decoding, a DFLASH chain, a DDTREE tree, an EAGLE tree), a KV dtype, a page
+size, CUDA graphs or none, and a backend: upstream's, or ours in one of its modes. Each run of ours is compared with
+upstream's of the same algorithm, KV dtype and page size.
+
+The rule, made before any run. Greedy tokens of two bf16 runs may part, at a near-tie only: where they part, upstream's
+two best tokens are at most TIE nats apart, and up to there the log-probabilities of the chosen tokens agree to DRIFT.
+With fp8 KV both numbers are those of fp8: upstream reads draft tokens before they are rounded, ours after. In validate
+mode every row is also compared in the kernels' own precision, and no mismatch is allowed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import fnmatch
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+MODELS = ROOT / "test" / "models"
+sys.path.insert(0, str(HERE / "kernels"))
+
+FORMAT = "backend_e2e-1"
+TIE = {"bf16": 0.2, "fp8": 0.6}
+DRIFT = {"bf16": 0.15, "fp8": 0.5}
+PROMPTS = 12
+NODES = 16
+REPORT = re.compile(
+    r"kdtree_sm120 validate(?P<part>, [^:]+)?: (?P<rows>\d+) rows compared, (?P<over>\d+) over the limit, "
+    r"max abs error (?P<max_abs>\S+), relative error mean (?P<mean_rel>\S+) max (?P<max_rel>\S+), "
+    r"(?P<mismatches>\d+) mismatches"
+)
+MISMATCH = re.compile(r"kdtree_sm120 validate[^:]*: (mismatch, .*)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    algorithm: str  # plain, DFLASH, DDTREE, EAGLE
+    kv: str = "bf16"
+    page: int = 1
+    graphs: bool = True
+    backend: str = "triton"  # or kdtree_sm120
+    mode: str = ""  # of kdtree_sm120
+
+    @property
+    def name(self) -> str:
+        graphs = "graphs" if self.graphs else "eager"
+        return f"{self.algorithm} {self.kv} page{self.page} {graphs} {self.backend} {self.mode}".strip()
+
+    @property
+    def stock(self) -> Run:
+        return Run(self.algorithm, self.kv, self.page)
+
+
+def all_runs() -> list[Run]:
+    runs = []
+    for algorithm in ("plain", "DFLASH", "DDTREE", "EAGLE"):
+        # Upstream takes no EAGLE tree on pages (topk > 1 and page_size > 1).
+        for kv, page in (("bf16", 1), ("bf16", 64), ("fp8", 1)):
+            if algorithm == "EAGLE" and page > 1:
+                continue
+            runs.append(Run(algorithm, kv, page))
+            modes = ("on", "validate") if page == 1 else ("on",)
+            runs += [Run(algorithm, kv, page, True, "kdtree_sm120", mode) for mode in modes]
+        runs.append(Run(algorithm, graphs=False, backend="kdtree_sm120", mode="on"))
+        runs.append(Run(algorithm, graphs=False, backend="kdtree_sm120", mode="validate"))
+        runs.append(Run(algorithm, backend="kdtree_sm120", mode="off"))
+    return runs
+
+
+def unavailable(run: Run, device: str) -> str | None:
+    if device == "cpu":
+        if run.algorithm == "EAGLE":
+            return "EAGLE has no CPU form"
+        if run.kv == "fp8":
+            return "KV is float32 on a CPU"
+        if not run.graphs:
+            return "a CPU has no CUDA graphs, so this is the run with graphs again"
+    return None
+
+
+def arguments_of(run: Run, device: str, folder: Path) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "model_path": str(MODELS / "target"), "page_size": run.page, "max_running_requests": 16, "random_seed": 1,
+        "max_total_tokens": 32768, "context_length": 4096, "sampling_backend": "pytorch", "grammar_backend": "none",
+        "watchdog_timeout": 300, "log_level": "info", "attention_backend": run.backend,
+    }  # fmt: skip
+    if device == "cpu":
+        arguments |= {"device": "cpu", "dtype": "float32"}
+        if run.backend == "triton":
+            arguments["attention_backend"] = "torch_reference"
+    else:
+        arguments |= {"dtype": "bfloat16", "mem_fraction_static": 0.3, "cuda_graph_max_bs_decode": 16}
+        if not run.graphs:
+            arguments["disable_cuda_graph"] = True
+    if run.mode:
+        arguments["kdtree_verify"] = run.mode
+    if run.kv == "fp8":
+        arguments["kv_cache_dtype"] = "fp8_e4m3"
+    if run.algorithm in ("DFLASH", "DDTREE"):
+        arguments |= {
+            "speculative_algorithm": run.algorithm, "speculative_draft_model_path": str(MODELS / "drafter"),
+            "speculative_num_draft_tokens": NODES if run.algorithm == "DDTREE" else 8,
+        }  # fmt: skip
+    if run.algorithm == "EAGLE":
+        arguments |= {
+            "speculative_algorithm": "EAGLE", "speculative_draft_model_path": eagle_drafter(folder),
+            "speculative_draft_load_format": "dummy", "speculative_num_steps": 4, "speculative_eagle_topk": 4,
+            "speculative_num_draft_tokens": NODES,
+        }  # fmt: skip
+    return arguments
+
+
+def eagle_drafter(folder: Path) -> str:
+    """A drafter without weights of its own: it is as wrong as it can be, and its draft extend runs all the same."""
+    config = json.loads((MODELS / "target" / "config.json").read_text())
+    config |= {"architectures": ["DeepseekV3ForCausalLMNextN"], "num_nextn_predict_layers": 1}
+    path = folder / "eagle"
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def prompts() -> tuple[list[str], list[dict]]:
+    """Texts of 1 to 300 tokens and answers of 16 to 104: the batch shrinks while it runs."""
+    entries = json.loads((MODELS / "expected_steps.json").read_text())["entries"]
+    texts = [entry["prompt"] for entry in entries[:: max(1, len(entries) // PROMPTS)]][:PROMPTS]
+    texts += ["def f(x):\n", "import os\n", "class A:\n", "#"]
+    lengths = [16 + 8 * (i % 12) for i in range(len(texts))]
+    return texts, [{"temperature": 0, "ignore_eos": True, "max_new_tokens": n} for n in lengths]
+
+
+def child(argv: list[str]) -> int:
+    """One Engine: greedy answers of one ragged batch, of the same batch again (now with a cached prefix), of one
+    request alone; log-probabilities of the first."""
+    spec = json.loads(argv[0])
+    with tempfile.TemporaryDirectory() as name:
+        arguments = arguments_of(Run(**spec["run"]), spec["device"], Path(name))
+        print(f"backend_e2e: {json.dumps(arguments)}", flush=True)
+        import sglang
+
+        start = time.monotonic()
+        engine = sglang.Engine(**arguments)
+        started = time.monotonic() - start
+        texts, parameters = prompts()
+        result: dict[str, Any] = {"start_s": round(started, 1)}
+        asked = {"return_logprob": True, "top_logprobs_num": 2}
+        outputs = engine.generate(texts, parameters, **asked)
+        result["tokens"] = [o["output_ids"] for o in outputs]
+        result["logprobs"] = [
+            [[token, value, *(top[0] for top in tops)] for (value, token, _), tops in zip(
+                o["meta_info"]["output_token_logprobs"], o["meta_info"]["output_top_logprobs"], strict=True
+            )]
+            for o in outputs
+        ]  # fmt: skip
+        result["accept_length"] = [round(o["meta_info"].get("spec_accept_length") or 1.0, 3) for o in outputs]
+        result["again"] = [o["output_ids"] for o in engine.generate(texts, parameters)]
+        result["alone"] = engine.generate(texts[:1], parameters[:1])[0]["output_ids"]
+        Path(spec["out"]).write_text(json.dumps(result))
+        time.sleep(1)  # for the reports of validate mode
+        engine.shutdown()
+    return 0
+
+
+def validate_reports(log: str) -> list[dict]:
+    """The last report of the target and of the drafter."""
+    found = {}
+    for match in REPORT.finditer(log):
+        part = (match["part"] or "").removeprefix(", ")
+        found[part] = {
+            "part": part or "target", "rows": int(match["rows"]), "rows_over_ulp": int(match["over"]),
+            "max_abs": float(match["max_abs"]), "mean_rel": float(match["mean_rel"]),
+            "max_rel": float(match["max_rel"]), "mismatches": int(match["mismatches"]),
+        }  # fmt: skip
+    return list(found.values())
+
+
+def execute(run: Run, args: argparse.Namespace, folder: Path) -> dict:
+    out, log = folder / f"{run.name}.json", (args.logs or folder) / f"{run.name}.log"
+    spec = {"run": dataclasses.asdict(run), "device": args.device, "out": str(out)}
+    with open(log, "w") as file:
+        try:
+            code = subprocess.run(
+                [sys.executable, str(Path(__file__).resolve()), "--child", json.dumps(spec)],
+                stdout=file, stderr=subprocess.STDOUT, timeout=args.timeout,
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            code = None
+    text = log.read_text(errors="replace")
+    result = json.loads(out.read_text()) if out.exists() else None
+    error = None
+    if result is None:
+        lines = [line for line in text.splitlines() if "Error" in line] or text.splitlines()[-1:] or ["no output"]
+        error = (f"not done after {args.timeout} s" if code is None else f"exit code {code}: {lines[-1]}")[:400]
+    print(f"{run.name}: {error or 'ran'}", flush=True)
+    return {
+        "run": run, "result": result, "error": error, "reports": validate_reports(text),
+        "mismatches": MISMATCH.findall(text),
+    }  # fmt: skip
+
+
+def compare(stock: dict, ours: dict, kv: str) -> dict:
+    """Of the batch with log-probabilities. ``problems`` is empty where the rule holds."""
+    problems, parted, drift = [], [], 0.0
+    for i, (a, b) in enumerate(zip(stock["logprobs"], ours["logprobs"], strict=True)):
+        same = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x[0] != y[0]), min(len(a), len(b)))
+        drift = max([drift] + [abs(x[1] - y[1]) for x, y in zip(a[:same], b[:same], strict=True)])
+        if len(a) != len(b):
+            problems.append(f"answer {i}: {len(b)} tokens, {len(a)} expected")
+        elif same < len(a):
+            gap = a[same][2] - a[same][3]
+            parted.append({"answer": i, "token": same, "gap": round(gap, 4)})
+            if not gap <= TIE[kv]:
+                problems.append(f"answer {i} parts at token {same}, where the best two are {gap:.3f} nats apart")
+    if not drift <= DRIFT[kv]:
+        problems.append(f"log-probabilities differ by up to {drift:.3f}")
+    return {"parted": parted, "max_logprob_difference": round(drift, 5), "problems": problems}
+
+
+def judge(done: dict[Run, dict], run: Run) -> dict:
+    """A row of the result file."""
+    own = done[run]
+    row = {
+        **dataclasses.asdict(run),
+        "name": run.name,
+        "error": own["error"],
+        "reports": own["reports"],
+        "problems": [],
+    }
+    if own["result"] is None:
+        row["problems"] = [own["error"]]
+        return row
+    row["start_s"], row["accept_length"] = own["result"]["start_s"], own["result"]["accept_length"]
+    if run.backend == "triton":
+        return row
+    stock = done.get(run.stock)
+    if stock is None or stock["result"] is None:
+        row["problems"] = ["upstream's run, to compare with, did not run"]
+        return row
+    row |= compare(stock["result"], own["result"], run.kv)
+    if run.mode == "validate":
+        expected = {"target"} | ({"draft extend"} if run.algorithm == "EAGLE" else set())
+        missing = expected - {report["part"] for report in own["reports"] if report["rows"]}
+        row["problems"] += [f"validate mode compared nothing of the {part}" for part in sorted(missing)]
+        row["problems"] += [
+            f"{report['mismatches']} mismatches of the {report['part']}"
+            for report in own["reports"] if report["mismatches"]
+        ]  # fmt: skip
+        row["problems"] += own["mismatches"]
+    return row
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["--child"]:
+        return child(argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="the result file")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--only", nargs="+", default=["*"], help="patterns of names; upstream's runs that they need follow"
+    )
+    parser.add_argument("--parallel", type=int, default=6, help="Engines at once")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds of one run")
+    parser.add_argument("--logs", type=Path, help="a folder that keeps the logs")
+    parser.add_argument("--commit", help="what the header says, where there is no git checkout")
+    parser.add_argument("--list", action="store_true", help="the names of the runs")
+    args = parser.parse_args(argv)
+    runs = [r for r in all_runs() if any(fnmatch.fnmatch(r.name, f"*{p}*") for p in args.only)]
+    runs += [s for s in dict.fromkeys(r.stock for r in runs) if s not in runs]
+    if args.list:
+        print("\n".join(r.name for r in runs))
+        return 0
+    if args.out is None:
+        parser.error("--out is needed")
+    skipped = [{"name": r.name, "reason": reason} for r in runs if (reason := unavailable(r, args.device))]
+    runs = [r for r in runs if not unavailable(r, args.device)]
+    if args.logs:
+        args.logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(args.parallel) as pool:
+        done = dict(zip(runs, pool.map(lambda run: execute(run, args, Path(name)), runs), strict=True))
+    rows = [judge(done, run) for run in runs]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps({"header": header(args, argv), "rows": rows, "not_run": skipped}, indent=1) + "\n")
+    failed = [row for row in rows if row["problems"]]
+    for row in rows:
+        facts = f"parted {len(row['parted'])}, |dlogprob| {row['max_logprob_difference']}" if "parted" in row else ""
+        print(f"{'FAIL' if row['problems'] else 'ok  '} {row['name']}: {'; '.join(row['problems']) or facts}")
+    print(f"{len(rows) - len(failed)} of {len(rows)} runs hold; {args.out}")
+    return 1 if failed else 0
+
+
+def header(args: argparse.Namespace, options: list[str]) -> dict:
+    import torch
+    from verify_bench.results import commit, gpu_info
+
+    return {
+        "format": FORMAT,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "commit": args.commit or commit(ROOT),
+        "device": args.device,
+        "gpu": gpu_info() if args.device == "cuda" else None,
+        "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
+        "rule": {"tie": TIE, "drift": DRIFT},
+        "options": options,
+    }
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    sys.exit(main())

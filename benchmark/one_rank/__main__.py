@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""python -m one_rank: ms a decode or verify step of one TP rank of Kimi K2.6, against context, through the real Engine.
+
+    cd benchmark && python -m one_rank --out results/h200/one_rank.json          # on a GPU: every arm
+    cd benchmark && python -m one_rank --scale small --out small.json            # on a CPU: shows that it runs
+
+Each arm is an Engine in a process of its own; --parallel of them start at once and then measure one after another.
+Contexts are put into the prefix cache, not prefilled (see seed.py); a row says how many tokens were found there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from . import results, table
+from .shapes import ARMS, SCALES, TREE_SIZES, Run, Scale, runs_of, unavailable
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "kernels"))
+
+from verify_bench.results import commit, gpu_info  # noqa: E402
+
+TASK_DEFAULTS = {"steps": 32, "limit_s": 8.0}
+
+
+def header(scale: Scale, options: list[str], commit_of: str) -> dict:
+    import torch
+
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda}
+    from importlib import metadata
+
+    for name in ("sglang", "sgl-kernel-sm120", "triton"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return {
+        "format": results.FORMAT,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "commit": commit_of,
+        "device": scale.arguments.get("device", "cuda"),
+        "gpu": gpu_info() if scale.name == "full" else None,
+        "versions": versions,
+        "scale": scale.name,
+        "model": scale.model,
+        "drafter": scale.drafter,
+        "options": options,
+    }
+
+
+def last_error(log: Path) -> str:
+    """The last line of a log that speaks of an error, or its last line."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] or ["no output"]
+    return next((line for line in reversed(lines) if "Error" in line or "one_rank" in line), lines[-1])[:300]
+
+
+def measure(run: Run, args: argparse.Namespace, scale: Scale, folder: Path) -> tuple[list[dict], str | None]:
+    """-> rows, and why there are not as many as asked for"""
+    task = {
+        "arm": run.arm,
+        "s_q": run.s_q,
+        "scale": scale.name,
+        "contexts": args.contexts,
+        "kv_dtype": args.kv_dtype,
+        "page_size": args.page_size,
+        "steps": args.steps,
+        "limit_s": args.limit,
+        "profile": args.profile,
+        "turn": str(folder / "turn"),
+        "rows": str(folder / f"{run.name}.rows"),
+    }
+    log = (args.logs or folder) / f"{run.name}.log"
+    command = [sys.executable, "-m", "one_rank.arm", json.dumps(task)]
+    # The kernels of our package and the fork come from the environment; this package from here.
+    path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
+    reason = None
+    with open(log, "w") as file:
+        try:
+            code = subprocess.run(
+                command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": path},
+                timeout=args.timeout,
+            ).returncode  # fmt: skip
+            if code:
+                reason = f"exit code {code}: {last_error(log)}"
+        except subprocess.TimeoutExpired:
+            reason = f"not done after {args.timeout} s"
+    rows_file = Path(task["rows"])
+    rows = [json.loads(line) for line in rows_file.read_text().splitlines()] if rows_file.exists() else []
+    if reason is None and len(rows) < len(args.contexts):
+        reason = f"{len(rows)} of {len(args.contexts)} contexts"
+    print(f"{run.name}: {len(rows)} rows{f'; {reason}; see {log}' if reason else ''}", flush=True)
+    return rows, reason
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the result file")
+    parser.add_argument("--scale", choices=SCALES, default="full")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--trees", nargs="+", type=int, default=list(TREE_SIZES), help="tokens of a tree")
+    parser.add_argument("--contexts", nargs="+", type=int)
+    parser.add_argument("--steps", type=int, default=TASK_DEFAULTS["steps"], help="measured at a context")
+    parser.add_argument("--limit", type=float, default=TASK_DEFAULTS["limit_s"], help="seconds of a context, about")
+    parser.add_argument("--kv-dtype", choices=("bf16", "fp8"), default="bf16")
+    parser.add_argument("--page-size", type=int, default=1)
+    parser.add_argument("--profile", action="store_true", help="also count the kernels of a few steps, by kind")
+    parser.add_argument("--parallel", type=int, default=4, help="Engines on the GPU at once; 27 GB each at full scale")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds of one arm, its wait for the turn included")
+    parser.add_argument("--logs", type=Path, help="a folder that keeps the arms' logs")
+    parser.add_argument("--commit", help="what the header says, where there is no git checkout")
+    args = parser.parse_args(argv)
+    scale = SCALES[args.scale]
+    args.contexts = sorted(args.contexts or scale.contexts)
+    if args.logs:
+        args.logs.mkdir(parents=True, exist_ok=True)
+    options = sys.argv[1:] if argv is None else argv
+    data = {
+        "header": header(scale, options, args.commit or commit(HERE.parent.parent)), "rows": [], "not_available": []
+    }  # fmt: skip
+    chosen = []
+    for run in runs_of(args.arms, args.trees, scale):
+        reason = unavailable(run, scale)
+        if reason:
+            data["not_available"].append({"arm": run.arm, "s_q": run.s_q, "reason": reason})
+        else:
+            chosen.append(run)
+    failed = False
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(args.parallel) as pool:
+        futures = [pool.submit(measure, run, args, scale, Path(name)) for run in chosen]
+        for run, future in zip(chosen, futures, strict=True):
+            rows, reason = future.result()
+            data["rows"] += rows
+            if reason:
+                failed = True
+                data["not_available"].append({"arm": run.arm, "s_q": run.s_q, "reason": reason})
+            results.save(args.out, data)
+    results.save(args.out, data)
+    columns, rows = table.steps(data)
+    widths = [max(len(line[i]) for line in (columns, *rows)) for i in range(len(columns))]
+    for line in (columns, *rows):
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    found = results.problems(data)
+    for problem in found:
+        print(f"one_rank: {problem}", file=sys.stderr)
+    return 1 if failed or found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One arm in a process of its own: start the Engine, wait for the turn, measure every context, print rows.
+
+python -m one_rank.arm '{"arm": "tree_kdtree", "s_q": 9, ...}'     # what __main__ calls
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from .breakdown import kernel_times
+from .seed import TOKENS_VARIABLE, path_ids, plugin_folder
+from .shapes import ACCEPT_LENGTHS, ARMS, SCALES, Run, engine_arguments
+
+TAIL = 8  # tokens of a prompt behind the seeded path
+WARM_STEPS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    arm: str
+    s_q: int
+    scale: str
+    contexts: list[int]
+    kv_dtype: str
+    page_size: int
+    steps: int  # measured at each context, if limit_s allows
+    limit_s: float  # of one context
+    profile: bool
+    turn: str  # a file; whoever has its lock measures
+    rows: str  # a file; one JSON object a line
+
+    @property
+    def run(self) -> Run:
+        return Run(self.arm, self.s_q)
+
+
+def quantile(values: list[float], share: float) -> float:
+    """Linear between neighbours."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """What had arrived at one moment of a stream."""
+
+    seconds: float
+    steps: int  # verify steps, or decode steps
+    tokens: int
+    cached: int
+
+
+def stream(engine, prompt: list[int], new_tokens: int) -> tuple[float, list[Chunk]]:
+    """-> seconds to the first chunk, and all chunks"""
+    parameters = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    start, chunks = time.perf_counter(), []
+    for output in engine.generate(input_ids=prompt, sampling_params=parameters, stream=True):
+        meta = output["meta_info"]
+        tokens = meta["completion_tokens"]
+        steps = meta.get("spec_verify_ct") or tokens - 1
+        chunks.append(Chunk(time.perf_counter(), steps, tokens, meta.get("cached_tokens", 0)))
+    return chunks[0].seconds - start, chunks
+
+
+def step_times_ms(chunks: list[Chunk]) -> list[float]:
+    """Of every interval between chunks behind the warm-up, a step's time."""
+    times = []
+    for before, after in zip(chunks[WARM_STEPS:], chunks[WARM_STEPS + 1 :], strict=False):
+        if after.steps > before.steps:
+            times.append(1e3 * (after.seconds - before.seconds) / (after.steps - before.steps))
+    return times
+
+
+def steps_within(limit_s: float, step_ms: float, wanted: int) -> int:
+    return max(6, min(wanted, int(limit_s * 1e3 / step_ms)))
+
+
+def row_of(task: Task, context: int, first_s: float, chunks: list[Chunk]) -> dict:
+    times = step_times_ms(chunks)
+    warm, last = chunks[min(WARM_STEPS, len(chunks) - 1)], chunks[-1]
+    steps = last.steps - warm.steps
+    p50 = quantile(times, 0.5)
+    return {
+        "arm": task.arm,
+        "context": context,
+        "s_q": task.s_q,
+        "kv_dtype": task.kv_dtype,
+        "page_size": task.page_size,
+        "graphs": ARMS[task.arm].graphs and task.scale == "full",
+        "ms_per_step_p20": round(quantile(times, 0.2), 4),
+        "ms_per_step_p50": round(p50, 4),
+        "ms_per_step_p80": round(quantile(times, 0.8), 4),
+        "steps": steps,
+        "accept_length": round((last.tokens - warm.tokens) / steps, 3),
+        "cached_tokens": last.cached,
+        "first_chunk_s": round(first_s, 3),
+        "tok_s": {str(a): round(1e3 * a / p50, 2) for a in ACCEPT_LENGTHS},
+    }
+
+
+def write_models(task: Task, folder: Path) -> dict[str, str]:
+    """-> the Engine's arguments that name them"""
+    scale, named = SCALES[task.scale], {}
+    parts = {"model_path": scale.model}
+    if ARMS[task.arm].algorithm in ("DFLASH", "DDTREE"):
+        parts["speculative_draft_model_path"] = scale.drafter
+    for argument, config in parts.items():
+        path = folder / argument
+        path.mkdir(parents=True)
+        (path / "config.json").write_text(json.dumps(config))
+        ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        (path / "generation_config.json").write_text(json.dumps(ids))
+        named[argument] = str(path)
+    return named
+
+
+@contextlib.contextmanager
+def turn_of(path: str):
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def measure(engine, task: Task, context: int, path: list[int], vocab: int) -> dict:
+    def prompt(salt: int) -> list[int]:
+        # Leaves the path at its own place, so that no prompt finds another's tail in the cache.
+        return path[: context - TAIL] + path_ids(TAIL, vocab, seed=1000 * context + salt)
+
+    # Steps may be 300 times longer at one end of the table than at the other.
+    _, probe = stream(engine, prompt(1), task.s_q * 3 + 2)
+    rough_ms = max(1e3 * (probe[-1].seconds - probe[0].seconds) / max(1, probe[-1].steps - probe[0].steps), 0.01)
+    steps = steps_within(task.limit_s, rough_ms, task.steps)
+    # Dummy weights accept next to nothing; what is accepted anyway makes the stream shorter than asked for.
+    first_s, chunks = stream(engine, prompt(2), steps + WARM_STEPS + 2)
+    expected = context - TAIL - max(task.page_size, 2)  # EAGLE matches pairs
+    if chunks[-1].cached < expected:
+        raise SystemExit(
+            f"{task.arm}: {chunks[-1].cached} tokens of {context} were cached: the seeded path is not found"
+        )
+    row = row_of(task, context, first_s, chunks)
+    if task.profile:
+        row["kernels_us"] = profile(engine, prompt(3))
+    return row
+
+
+def profile(engine, prompt: list[int]) -> dict[str, float]:
+    """Microseconds a step by kind of kernel, of a few steps on their own; profiling slows what it watches."""
+    with tempfile.TemporaryDirectory() as folder:
+        # Past the prefill: the profiler starts at a step of the scheduler.
+        engine.start_profile(output_dir=folder, activities=["GPU"], record_shapes=False)
+        _, chunks = stream(engine, prompt, 8)
+        engine.stop_profile()
+        deadline = time.monotonic() + 60
+        while not (traces := list(Path(folder).rglob("*.json.gz"))) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        time.sleep(1)  # the file is being written
+        return kernel_times(traces, steps=max(1, chunks[-1].steps))
+
+
+def main(argv: list[str]) -> int:
+    task = Task(**json.loads(argv[0]))
+    scale = SCALES[task.scale]
+    longest = max(task.contexts)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        plugins = plugin_folder(folder / "plugins")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(plugins), os.environ.get("PYTHONPATH")]))
+        os.environ[TOKENS_VARIABLE] = str(longest)
+        sys.path.insert(0, str(plugins))  # the Engine loads plugins in this process too
+        arguments = engine_arguments(
+            task.run, scale, kv_dtype=task.kv_dtype, page_size=task.page_size,
+            total_tokens=(longest + 4096) // task.page_size * task.page_size,
+        )  # fmt: skip
+        arguments |= write_models(task, folder)
+        print(f"one_rank: {task.run.name}: {json.dumps(arguments)}", flush=True)
+        import sglang
+
+        start = time.monotonic()
+        engine = sglang.Engine(**arguments)
+        print(f"one_rank: {task.run.name}: started in {time.monotonic() - start:.1f} s", flush=True)
+        vocab = scale.model["vocab_size"]
+        path = path_ids(longest + 1, vocab)
+        with turn_of(task.turn), open(task.rows, "a") as rows:
+            stream(engine, path[:32] + path_ids(TAIL, vocab, seed=7), 8)  # kernels load
+            for context in task.contexts:
+                row = measure(engine, task, context, path, vocab)
+                print(f"one_rank: {task.run.name}: {context:,}: {row['ms_per_step_p50']} ms a step", flush=True)
+                rows.write(json.dumps(row) + "\n")
+                rows.flush()
+        engine.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

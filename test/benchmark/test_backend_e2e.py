@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comparison of two Engines: what its rule lets pass and what not, and the whole of it on a CPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import backend_e2e as e2e
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmark" / "backend_e2e.py"
+
+
+def answer(*tokens, gap=1.0, shift=0.0):
+    """[token, its log-probability, the best two log-probabilities]"""
+    return [[token, -1.0 - shift, -1.0, -1.0 - gap] for token in tokens]
+
+
+def outcome(*answers):
+    return {"logprobs": list(answers), "start_s": 1.0, "accept_length": [1.0] * len(answers)}
+
+
+def test_equal_answers_hold():
+    a = outcome(answer(1, 2, 3), answer(4))
+    assert e2e.compare(a, a, "bf16") == {"parted": [], "max_logprob_difference": 0.0, "problems": []}
+
+
+@pytest.mark.parametrize(("gap", "holds"), [(0.0, True), (0.2, True), (0.21, False), (float("nan"), False)])
+def test_answers_may_part_at_a_near_tie_only(gap, holds):
+    found = e2e.compare(outcome(answer(1, 2, 3, gap=gap)), outcome(answer(1, 9, 8)), "bf16")
+    assert (found["problems"] == []) == holds
+    assert [(p["answer"], p["token"]) for p in found["parted"]] == [(0, 1)]
+
+
+def test_what_comes_after_a_parting_is_not_compared():
+    found = e2e.compare(outcome(answer(1, 2, 3, gap=0.1)), outcome(answer(1) + answer(9, 8, shift=5.0)), "bf16")
+    assert found["problems"] == [] and found["max_logprob_difference"] == 0.0
+
+
+@pytest.mark.parametrize(("shift", "kv", "holds"), [(0.14, "bf16", True), (0.16, "bf16", False), (0.4, "fp8", True)])
+def test_log_probabilities_may_drift_a_little(shift, kv, holds):
+    found = e2e.compare(outcome(answer(1, 2)), outcome(answer(1, 2, shift=shift)), kv)
+    assert (found["problems"] == []) == holds and found["max_logprob_difference"] == pytest.approx(shift)
+
+
+def test_a_shorter_answer_is_a_problem():
+    assert "1 tokens, 2 expected" in e2e.compare(outcome(answer(1, 2)), outcome(answer(1)), "bf16")["problems"][0]
+
+
+FACTS = "max abs error 1.0e-03, relative error mean 1.0e-04 max 2.0e-03"
+LOG = f"""
+kdtree_sm120 validate: 64 rows compared, 0 over the limit, {FACTS}, 0 mismatches, worst layer 1, 4 steps
+kdtree_sm120 validate, draft extend: 32 rows compared, 1 over the limit, {FACTS}, {{}} mismatches, worst layer 0
+kdtree_sm120 validate: 128 rows compared, 0 over the limit, {FACTS}, 0 mismatches, worst layer 1, 8 steps
+"""
+
+
+def rows_of(log, run, **fields):
+    a = outcome(answer(1, 2, 3))
+    common = {"error": None, "reports": e2e.validate_reports(log), "mismatches": e2e.MISMATCH.findall(log)}
+    done = {
+        run.stock: {"run": run.stock, "result": a, **common},
+        run: {"run": run, "result": a, **common} | fields,
+    }
+    return e2e.judge(done, run)
+
+
+EAGLE = e2e.Run("EAGLE", backend="kdtree_sm120", mode="validate")
+
+
+def test_the_last_report_of_each_part_counts():
+    row = rows_of(LOG.format(0), EAGLE)
+    assert row["problems"] == []
+    assert [(r["part"], r["rows"]) for r in row["reports"]] == [("target", 128), ("draft extend", 32)]
+
+
+def test_a_mismatch_of_any_part_is_a_problem():
+    assert rows_of(LOG.format(3), EAGLE)["problems"] == ["3 mismatches of the draft extend"]
+    line = "kdtree_sm120 validate, draft extend: mismatch, layer 0, s_q 16; no reproducer\n"
+    assert rows_of(LOG.format(0) + line, EAGLE)["problems"] == ["mismatch, layer 0, s_q 16; no reproducer"]
+
+
+def test_a_validation_that_compared_nothing_is_a_problem():
+    only_target = LOG.splitlines()[1]
+    assert rows_of(only_target, EAGLE)["problems"] == ["validate mode compared nothing of the draft extend"]
+
+
+def test_a_run_that_failed_and_one_without_a_partner_are_problems():
+    row = rows_of("", EAGLE, result=None, error="exit code 1: ValueError: no")
+    assert row["problems"] == ["exit code 1: ValueError: no"]
+    run = e2e.Run("DDTREE", backend="kdtree_sm120", mode="on")
+    alone = {run: {"run": run, "result": outcome(answer(1)), "error": None, "reports": [], "mismatches": []}}
+    assert e2e.judge(alone, run)["problems"] == ["upstream's run, to compare with, did not run"]
+
+
+def test_every_run_of_ours_has_its_upstream_run():
+    runs = e2e.all_runs()
+    assert len(runs) == len(set(runs)) and {run.stock for run in runs} <= set(runs)
+    for algorithm in ("plain", "DFLASH", "DDTREE", "EAGLE"):
+        modes = {(r.mode, r.graphs) for r in runs if r.algorithm == algorithm and r.mode}
+        assert modes >= {("on", True), ("on", False), ("validate", True), ("validate", False), ("off", True)}
+    assert {(r.kv, r.page) for r in runs} == {("bf16", 1), ("bf16", 64), ("fp8", 1)}
+
+
+@pytest.mark.parametrize("run", e2e.all_runs(), ids=lambda run: run.name)
+def test_runs_differ_in_what_their_name_says(run, tmp_path):
+    arguments = e2e.arguments_of(run, "cuda", tmp_path)
+    assert arguments["attention_backend"] == run.backend and arguments["page_size"] == run.page
+    assert arguments.get("speculative_algorithm") == (None if run.algorithm == "plain" else run.algorithm)
+    assert arguments.get("kdtree_verify", "") == run.mode
+    assert arguments.get("disable_cuda_graph", False) == (not run.graphs)
+    assert ("kv_cache_dtype" in arguments) == (run.kv == "fp8")
+    assert "speculative_draft_attention_backend" not in arguments
+
+
+@pytest.mark.server
+def test_the_comparison_runs_end_to_end_on_a_cpu(tmp_path):
+    out = tmp_path / "r.json"
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--device",
+        "cpu",
+        "--only",
+        "DDTREE bf16 page1 graphs kdtree_sm120 validate",
+    ]
+    command += ["--parallel", "1", "--out", str(out), "--logs", str(tmp_path), "--commit", "none"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=290)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = {row["mode"]: row for row in json.loads(out.read_text())["rows"]}
+    assert rows["validate"]["parted"] == [] and rows["validate"]["max_logprob_difference"] < 1e-3
+    (report,) = rows["validate"]["reports"]
+    assert report["rows"] > 0 and report["mismatches"] == 0

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's step time: what is measured of a stream, what a result file must hold, the tables, and the whole benchmark
+on a model of two layers."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import report
+import torch
+from one_rank import __main__ as main
+from one_rank import arm, breakdown, plot, results, seed, shapes, table
+
+BENCHMARK = Path(__file__).resolve().parents[2] / "benchmark"
+
+
+def chunks(*points):
+    return [arm.Chunk(seconds, steps, tokens, cached=0) for seconds, steps, tokens in points]
+
+
+def test_a_step_is_the_time_between_chunks_over_the_steps_between_them():
+    warm = [(float(i), i, i) for i in range(arm.WARM_STEPS + 1)]
+    found = arm.step_times_ms(chunks(*warm, (4.010, 5, 7), (4.040, 7, 11), (4.040, 7, 11), (4.045, 8, 12)))
+    assert found == pytest.approx([10.0, 15.0, 5.0])
+
+
+def test_quantiles_lie_between_neighbours():
+    assert arm.quantile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert arm.quantile([0.0, 10.0], 0.2) == pytest.approx(2.0)
+    assert arm.quantile([7.0], 0.8) == 7.0
+
+
+@pytest.mark.parametrize(("step_ms", "steps"), [(1.0, 32), (500.0, 16), (2143.0, 6)])
+def test_a_slow_arm_is_measured_for_fewer_steps(step_ms, steps):
+    assert arm.steps_within(8.0, step_ms, 32) == steps
+
+
+def make_row(name="tree_kdtree", context=4096, s_q=9, ms=8.0, **fields):
+    row = {
+        "arm": name, "context": context, "s_q": s_q, "kv_dtype": "bf16", "page_size": 1, "graphs": True,
+        "ms_per_step_p20": ms * 0.99, "ms_per_step_p50": ms, "ms_per_step_p80": ms * 1.02, "steps": 30,
+        "accept_length": 1.0, "cached_tokens": context - 8, "first_chunk_s": 0.1,
+        "tok_s": {str(a): round(1e3 * a / ms, 2) for a in shapes.ACCEPT_LENGTHS},
+    }  # fmt: skip
+    return row | fields
+
+
+def make_result(rows, scale="full"):
+    header = {
+        "format": results.FORMAT, "date": "2026-01-02T03:04:05Z", "commit": "0123456789abcdef", "device": "cuda",
+        "gpu": {"name": "Test GPU", "driver_version": "1.2"}, "versions": {"torch": "2.11"}, "scale": scale,
+        "model": shapes.KIMI_RANK,
+    }  # fmt: skip
+    return {"header": header, "rows": rows, "not_available": []}
+
+
+TIMES = {
+    "plain_triton": 10.0, "plain_kdtree": 9.0, "tree_triton": 62.0, "tree_kdtree": 8.0, "eagle_triton": 66.0,
+    "eagle_kdtree": 11.0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def result():
+    rows = [make_row(name, 4096, 9 if "plain" not in name else 1, ms) for name, ms in TIMES.items()]
+    rows += [make_row(name, 65536, 9 if "plain" not in name else 1, ms * 3) for name, ms in TIMES.items()]
+    rows.append(make_row("tree_kdtree", 4096, 17, 16.0))
+    rows[3]["kernels_us"] = {"attention": 3000.0, "matrix products": 4500.0, "idle": 100.0}
+    return make_result(rows)
+
+
+def test_a_result_is_read_back(result, tmp_path):
+    results.save(tmp_path / "r.json", result)
+    assert results.load(tmp_path / "r.json")["rows"] == result["rows"]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"ms_per_step_p20": 9.0}, "percentiles"),
+        ({"ms_per_step_p50": 0.0}, "percentiles"),
+        ({"tok_s": {"1": 125.0, "4": 400.0, "7": 875.0}}, "tok_s at 4"),
+        ({"cached_tokens": 100}, "only 100 of 4096 tokens were there"),
+        ({"arm": "nonsense"}, "no arm 'nonsense'"),
+        ({"graphs": 1}, "'graphs' is 1"),
+    ],
+)
+def test_a_result_that_does_not_follow_is_refused(change, problem):
+    assert any(problem in found for found in results.problems(make_result([make_row() | change])))
+
+
+def test_the_same_row_twice_is_refused():
+    assert results.problems(make_result([make_row(), make_row(ms=9.0)])) == [
+        "row 1: ('tree_kdtree', 9, 4096, 'bf16', 1) occurs twice"
+    ]
+
+
+def test_the_tables_hold_the_measured_times_and_their_ratios(result):
+    columns, rows = table.steps(result)
+    assert columns[1:] == [
+        "plain decode, Triton", "plain decode, kdtree_sm120", "DDTREE, Triton", "DDTREE, kdtree_sm120",
+        "tree over Triton's tree", "tree over plain Triton",
+    ]  # fmt: skip
+    assert rows[0] == ["4,096", "10.00", "9.00", "62.00", "8.00", "7.75x", "1.25x"]
+    columns, rows = table.speeds(result)
+    assert columns[2:5] == ["tree of 9, at 1", "tree of 9, at 4", "tree of 9, at 7"]
+    assert rows[0] == ["4,096", "100.0", "125.0", "500.0", "875.0", "62.5", "250.0", "437.5"]
+    assert rows[1][5:] == ["-", "-", "-"]
+    assert table.eagle(result)[1][0] == ["4,096", "66.00", "11.00", "6.00x"]
+    assert table.kernels(result) == (
+        ["context", "attention", "idle", "matrix products"], [["4,096", "3,000", "100", "4,500"]]
+    )  # fmt: skip
+
+
+BLOCK = "<!-- results: {} r.json -->\n{}\n<!-- /results -->\n"
+
+
+def test_a_document_says_that_nothing_was_measured_until_it_is(result, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(BLOCK.format("one_rank_steps", "an old number: 1.23"))
+    assert report.main([], root=tmp_path) == 0
+    assert page.read_text() == BLOCK.format("one_rank_steps", "Not measured yet.")
+    results.save(tmp_path / "r.json", result)
+    assert report.main(["--check"], root=tmp_path) == 1
+    assert report.main([], root=tmp_path) == 0
+    assert "| 4,096 | 10.00 | 9.00 | 62.00 | 8.00 | 7.75x | 1.25x |" in page.read_text()
+
+
+def test_a_result_of_the_small_model_fills_no_document(result, tmp_path, capsys):
+    results.save(tmp_path / "r.json", make_result(result["rows"], scale="small"))
+    (tmp_path / "page.md").write_text(BLOCK.format("one_rank_steps", ""))
+    assert report.main([], root=tmp_path) == 2
+    assert "scale 'small', which says nothing about speed" in capsys.readouterr().err
+
+
+def test_plots_are_drawn(result, tmp_path):
+    pytest.importorskip("matplotlib")
+    results.save(tmp_path / "r.json", result)
+    assert plot.main([str(tmp_path / "r.json")]) == 0
+    for name in ("r_context.png", "r_kernels.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+# Profiles.
+
+
+def test_kernels_are_counted_by_kind_and_gaps_as_idle(tmp_path):
+    def event(name, start, duration, cat="kernel"):
+        return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": duration}
+
+    events = [
+        event("void sgl_kernel_sm120::mla_tree_verify_kernel<9>", 0, 40), event("nvjet_tst_128x8_64x12", 50, 30),
+        event("void at::native::vectorized_elementwise_kernel", 60, 10),  # at the same time, on another stream
+        event("fused_moe_kernel", 100, 20), event("aten::mm", 0, 1000, cat="cpu_op"),
+    ]  # fmt: skip
+    path = tmp_path / "trace.json.gz"
+    with gzip.open(path, "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    assert breakdown.kernel_times([path], steps=2) == {
+        "attention": 20.0, "experts": 10.0, "idle": 15.0, "matrix products": 15.0, "other": 5.0
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("_fwd_grouped_kernel_stage1", "attention"),
+        ("_fwd_kernel", "attention"),
+        ("mla_tree_verify_merge", "attention"),
+        ("create_flashinfer_kv_indices_triton", "lists and masks"),
+        ("ddtree_build_kernel", "tree"),
+        ("sm90_xmma_gemm_bf16bf16", "matrix products"),
+        ("FusedAddRMSNormKernel", "norms and rotary"),
+        ("cat_array_batched_copy", "other"),
+    ],
+)
+def test_a_kernels_name_says_its_kind(name, kind):
+    assert breakdown.kind_of(name) == kind
+
+
+# The seeded context.
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_the_seed_takes_real_slots_and_fills_every_pool(pairs):
+    taken = {}
+    buffers = [torch.zeros(5, 3), torch.zeros(5, 3, dtype=torch.float8_e4m3fn)]
+    pools = [SimpleNamespace(kv_buffer=[b], k_buffer=None, v_buffer=None) for b in buffers]
+    runners = [SimpleNamespace(token_to_kv_pool=pool) for pool in pools]
+
+    def insert(params):
+        taken["key"], taken["value"] = params.key, params.value
+
+    scheduler = SimpleNamespace(
+        tree_cache=SimpleNamespace(tree_core=SimpleNamespace(is_eagle=pairs), insert=insert),
+        token_to_kv_pool_allocator=SimpleNamespace(page_size=4, alloc=lambda n: torch.arange(1, n + 1)),
+        model_config=SimpleNamespace(vocab_size=100), tp_worker=SimpleNamespace(model_runner=runners[0]),
+        draft_worker=SimpleNamespace(_draft_model_runners=lambda: (runners[1],)),
+    )  # fmt: skip
+    seed.seed(scheduler, 11)
+    assert taken["value"].tolist() == list(range(1, 9))  # whole pages
+    assert array("q", taken["key"].token_ids).tolist() == seed.path_ids(8 + pairs, 100)
+    assert all(b.float().abs().sum() > 0 and b.float().isfinite().all() for b in buffers)
+
+
+def test_the_path_does_not_depend_on_how_much_of_it_is_asked_for():
+    assert seed.path_ids(50, 512)[:10] == seed.path_ids(10, 512) and min(seed.path_ids(500, 20)) >= seed.FIRST_ID
+
+
+# Arms.
+
+
+def test_every_arm_has_its_sizes():
+    runs = shapes.runs_of(list(shapes.ARMS), [9, 17], shapes.FULL)
+    assert {run.name for run in runs} >= {"plain_triton-1", "dflash_triton-8", "tree_kdtree-9", "tree_kdtree-17"}
+    assert len(runs) == len(set(runs)) == 4 + 2 * 5
+
+
+def test_arms_differ_in_what_their_name_says():
+    def arguments(name, s_q=9, **changes):
+        task = {"kv_dtype": "bf16", "page_size": 1, "total_tokens": 1000} | changes
+        return shapes.engine_arguments(shapes.Run(name, s_q), shapes.FULL, **task)
+
+    assert arguments("plain_triton")["attention_backend"] == "triton"
+    assert "speculative_algorithm" not in arguments("plain_kdtree")
+    eager, graphs = arguments("tree_kdtree_eager"), arguments("tree_kdtree")
+    assert eager.pop("disable_cuda_graph") and eager == graphs
+    assert arguments("eagle_kdtree")["speculative_eagle_topk"] == 4
+    assert "speculative_draft_attention_backend" not in arguments("eagle_kdtree")  # the drafter follows its target
+    assert arguments("tree_kdtree", kv_dtype="fp8")["kv_cache_dtype"] == "fp8_e4m3"
+
+
+def test_an_arm_that_fails_is_said_to_have_failed(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(main.sys, "executable", "/bin/false")
+    out = tmp_path / "r.json"
+    assert main.main(["--scale", "small", "--arms", "plain_triton", "eagle_triton", "--out", str(out)]) == 1
+    data = json.loads(out.read_text())
+    assert data["rows"] == []
+    assert [(m["arm"], m["reason"].split(":")[0]) for m in data["not_available"]] == [
+        ("eagle_triton", "EAGLE has no CPU form")
+    ] * 3 + [("plain_triton", "exit code 1")]
+
+
+@pytest.mark.server
+def test_the_benchmark_runs_end_to_end_on_a_small_model(tmp_path):
+    """An Engine for each arm: the context is found in the prefix cache, and the rows are those of a result file."""
+    out = tmp_path / "r.json"
+    command = [
+        sys.executable, "-m", "one_rank", "--scale", "small", "--arms", "plain_kdtree", "tree_kdtree", "--trees", "9",
+        "--contexts", "64", "200", "--steps", "6", "--parallel", "1", "--logs", str(tmp_path), "--out", str(out),
+        "--commit", "none",
+    ]  # fmt: skip
+    path = os.pathsep.join(filter(None, [str(BENCHMARK), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=BENCHMARK, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    data = results.load(out)
+    assert [(r["arm"], r["s_q"], r["context"]) for r in data["rows"]] == [
+        ("plain_kdtree", 1, 64), ("plain_kdtree", 1, 200), ("tree_kdtree", 9, 64), ("tree_kdtree", 9, 200),
+    ]  # fmt: skip
+    assert all(r["cached_tokens"] == r["context"] - arm.TAIL for r in data["rows"])
+    assert data["not_available"] == []
