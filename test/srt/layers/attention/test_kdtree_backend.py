@@ -387,3 +387,12 @@ def test_a_split_that_leaves_it_no_verification_is_refused(settings):
         kdtree_backend.check_verify_goes_to("kdtree_sm120")
     settings.spec.speculative_attention_mode = "decode"
     kdtree_backend.check_verify_goes_to("kdtree_sm120")
+
+
+def test_a_split_without_speculation_has_to_leave_it_the_decoding(settings):
+    settings.spec.speculative_algorithm = None
+    settings.backends = ("kdtree_sm120", "triton")
+    with pytest.raises(ValueError, match="would serve nothing: .* decode runs on triton. Use --attention-backend"):
+        kdtree_backend.check_verify_goes_to("kdtree_sm120")
+    settings.backends = ("triton", "kdtree_sm120")
+    kdtree_backend.check_verify_goes_to("kdtree_sm120")

@@ -514,6 +514,37 @@ def test_what_it_cannot_serve_goes_to_triton_and_is_counted(monkeypatch, stock, 
     assert backend.fallbacks == {f"{reason} (layer 0)": 1}
 
 
+@pytest.mark.parametrize("both", [True, False])
+def test_fp8_rows_are_scaled_on_the_way_in_and_out(monkeypatch, stock, both):
+    """Written as k / k_scale, read as k * k_scale; without v_scale upstream reads them unscaled, and so do we."""
+    backend = make_backend(monkeypatch)
+    pool = backend.token_to_kv_pool
+    pool.keys = pool.keys.to(torch.float8_e4m3fn)
+    pool.values = pool.keys[..., :512]
+    rows, prefixes = [3, 1], [5, 2]
+    batch = batch_of(rows, prefixes, tree_apart(TREE.expand(2, N, N), None, None), table=backend.req_to_token)
+    backend.init_forward_metadata(batch)
+    generator = torch.Generator().manual_seed(5)
+    q = torch.randn(2 * N, NUM_HEADS * 576, generator=generator) / 8
+    k = torch.randn(2 * N, 1, 576, generator=generator)
+    layer = make_layer(NUM_HEADS, 1, 576, 512)
+    layer.k_scale, layer.k_scale_float = torch.tensor(0.5), 0.5
+    layer.v_scale, layer.v_scale_float = (torch.tensor(0.25), 0.25) if both else (None, None)
+    out = backend.forward_extend(q, k, k[..., :512], layer, batch)
+
+    written = pool.keys[batch.out_cache_loc].float()
+    assert torch.equal(written, (k / 0.5).to(torch.float8_e4m3fn).float())
+    scale_k, scale_v = (0.5, 0.25) if both else (1.0, 1.0)
+    for i, (row, prefix) in enumerate(zip(rows, prefixes, strict=True)):
+        keys = pool.keys[backend.req_to_token[row, : prefix + N].long()].float()
+        expected = naive_attention(
+            q[i * N : (i + 1) * N].view(N, NUM_HEADS, 576), keys, keys[..., :512] * scale_v,
+            lambda a, j, p=prefix: j < p or bool(TREE[a, j - p]), scaling=layer.scaling * scale_k,
+        )  # fmt: skip
+        found = out[i * N : (i + 1) * N].double()
+        torch.testing.assert_close(found, expected.flatten(1), rtol=2e-5, atol=2e-5)
+
+
 def test_a_tree_never_goes_to_triton_without_its_mask(monkeypatch, stock):
     with pytest.raises(NotImplementedError, match=r"layer 0 here \(sinks .layer 0.\).*--kdtree-verify off"):
         eager_tree(monkeypatch, "on", options={"sinks": torch.ones(2)})
@@ -536,10 +567,12 @@ def test_the_mask_is_kept_where_a_layer_is_known_to_go_to_triton(monkeypatch, st
     assert visible_of_full_mask(backend.forward_metadata.custom_mask, batch.seq_lens, N).equal(TREE[None].bool())
 
 
-def test_prefill_is_inherited_and_leaves_no_step(monkeypatch, stock):
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DRAFT_EXTEND_V2])
+def test_prefill_is_inherited_and_leaves_no_step(monkeypatch, stock, mode):
+    """MIXED is a chunk of a prefill with the decode tokens of other requests in one batch."""
     backend, _ = eager_tree(monkeypatch, "on")
     monkeypatch.setattr(TritonAttnBackend, "init_forward_metadata", lambda self, batch: None)
-    batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND, batch_size=1)
+    batch = SimpleNamespace(forward_mode=mode, batch_size=1)
     backend.init_forward_metadata(batch)
     assert backend.step is None
     backend.forward_extend(torch.zeros(1, 2 * 576), None, None, make_layer(2, 1, 576, 512), batch)
@@ -619,6 +652,13 @@ def test_two_batch_overlap_is_refused_where_drafts_are_verified(factory):
         factory.create()
     factory.values.spec.speculative_algorithm = None
     factory.create()
+
+
+def test_a_graph_of_the_metadata_is_refused_where_drafts_are_verified(factory, monkeypatch):
+    """NGRAM's mask has another address each step; validate mode has a host side."""
+    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
+    with pytest.raises(ValueError, match="SGLANG_ENABLE_METADATA_GLUE_GRAPH would freeze; unset it"):
+        factory.create()
 
 
 def test_batch_invariance_is_not_promised(factory):

@@ -15,6 +15,7 @@ import torch
 from sgl_kernel_sm120 import cuda_available_ops
 from sgl_kernel_sm120.attention import MAX_B, MAX_S_Q
 
+from sglang.srt.environ import envs
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.kdtree_verify import KV_DTYPES, QK_HEAD_DIM, V_HEAD_DIM
 from sglang.srt.models.deepseek_common.attention_backend_handler import (
@@ -90,6 +91,11 @@ def check_over_triton(runner) -> None:
             "--enable-two-batch-overlap cannot split between its two batches; leave "
             "that flag out, or use --attention-backend triton."
         )
+    if envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get():
+        raise ValueError(
+            "kdtree_sm120 reads a worker's mask wherever it lies in this step, which "
+            "SGLANG_ENABLE_METADATA_GLUE_GRAPH would freeze; unset it."
+        )
 
 
 def check_device(runner) -> None:
@@ -155,10 +161,18 @@ def check_page_size(page_size: int) -> None:
 
 
 def check_verify_goes_to(name: str) -> None:
-    """Refuse a split of backends that leaves this one without any verification."""
+    """Refuse a split of backends that leaves this one nothing to serve."""
     prefill, decode = attention_backends()
     spec = get_spec()
-    if prefill == decode or spec.speculative_algorithm is None:
+    if prefill == decode:
+        return
+    if spec.speculative_algorithm is None:
+        if decode != name:
+            raise ValueError(
+                f"{name} would serve nothing: prefill is Triton's, and decode runs on "
+                f"{decode}. Use --attention-backend {name}, or --decode-attention-backend "
+                f"{name}."
+            )
         return
     verify = decode if spec.speculative_attention_mode == "decode" else prefill
     if verify != name:
