@@ -27,6 +27,8 @@ ROOT = HERE.parent
 sys.path[:0] = [str(HERE), str(HERE / "kernels")]
 
 import arithmetic_sm120  # noqa: E402
+from acceptance import results as acceptance_results  # noqa: E402
+from acceptance import table as acceptance_table  # noqa: E402
 from one_rank import results as one_rank_results  # noqa: E402
 from one_rank import table as one_rank_table  # noqa: E402
 from verify_bench import results, table  # noqa: E402
@@ -253,6 +255,9 @@ def _one_rank(make: Callable[[dict], tuple[list[str], list[list[str]]]]) -> Call
 
 TABLES: dict[str, Callable[[dict], str]] = {
     f.__name__: f for f in (header, context, shapes, ladder, fp8, pages, arithmetic, geomeans, attention_of_a_step)
+} | {
+    "acceptance_lengths": acceptance_table.acceptance_lengths,
+    "acceptance_adaptive": acceptance_table.acceptance_adaptive,
 }
 # Of runs that a document may describe before anybody has made them.
 OPTIONAL_TABLES: dict[str, Callable[[dict], str]] = {
@@ -266,6 +271,7 @@ NOT_MEASURED = "Not measured yet."
 LOADERS = {
     results.FORMAT: results.load,
     one_rank_results.FORMAT: one_rank_results.load,
+    acceptance_results.FORMAT: acceptance_results.load,
 }
 
 
