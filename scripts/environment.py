@@ -135,7 +135,8 @@ class Setup:
             command.append("--no-compile")  # Python compiles the part that is imported, pip would compile everything
         stamp("installing").touch()
         try:
-            installer.run(command, log=LOG, environment=installer.settings(self.chosen), lock=self.lock)
+            note = installer.CUDA_NOTE if self.chosen == "cpu" else ""
+            installer.run(command, log=LOG, environment=installer.settings(self.chosen), lock=self.lock, note=note)
         except installer.Failed as failed:
             if not failed.began:
                 stamp("installing").unlink()

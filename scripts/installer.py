@@ -15,6 +15,11 @@ from pathlib import Path
 
 PROGRESS = ("Collecting ", "Downloading ", "Processing ", "Building wheel", "Installing collected", "Successfully inst")
 RETRYING = re.compile(r"WARNING: Retrying .*after connection broken by '(\w+)")
+CUDA_LIBRARIES = re.compile(r"(Collecting|Downloading) nvidia[-_](cublas|cuda[-_]runtime|cudnn)")
+CUDA_NOTE = (
+    "    note: this index has torch with CUDA alone, some GB that are not used here. PyTorch's CPU index has none:\n"
+    "    Ctrl-C, then make again with PIP_EXTRA_INDEX_URL=... set to it"
+)
 BEGINS = "Installing collected packages"  # from this line on, an interruption leaves the environment half-made
 QUIET_S = 20  # a line of life after this long without one
 TAIL_LINES = 25
@@ -64,8 +69,11 @@ class Failed(Exception):
         self.began = began
 
 
-def run(command: list[str], *, log: Path, environment: Mapping[str, str], lock: int) -> None:
-    """Run pip to its end. The lock's descriptor is handed on, so that a pip that outlives us still holds it."""
+def run(command: list[str], *, log: Path, environment: Mapping[str, str], lock: int, note: str = "") -> None:
+    """Run pip to its end. The lock's descriptor is handed on, so that a pip that outlives us still holds it.
+
+    `note` is printed once, when the libraries of CUDA are about to be downloaded.
+    """
     said: list[str] = []
     began = False
     with log.open("a", encoding="utf-8") as file:
@@ -87,6 +95,9 @@ def run(command: list[str], *, log: Path, environment: Mapping[str, str], lock: 
                 said.append(line.strip())
                 began = began or said[-1].startswith(BEGINS)
                 show(said[-1])
+                if note and CUDA_LIBRARIES.match(said[-1]):
+                    print(note, flush=True)
+                    note = ""
             code = process.wait()
         except BaseException as stopped:
             end(process)

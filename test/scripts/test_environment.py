@@ -117,7 +117,8 @@ def test_the_first_start_installs_in_one_call_and_the_second_does_nothing(checko
     assert install == (
         "install sgl-kernel-sm120 python[cpu,kit] -r test/requirements.txt -c python/constraints-cpu.txt --no-compile"
     )
-    assert "setup: making .venv with Python 3.11.7" in said and "takes some minutes" in said and "done in" in said
+    shown = re.search(r"\$ make serve\n(.*?)    \.\.\.", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    assert said.startswith(shown) and shown.count("setup:") == 2 and "setup: done in" in said
     assert is_whole(checkout)
 
 
@@ -421,3 +422,10 @@ def test_what_make_is_given_reaches_the_server_word_for_word(checkout, flags, wo
     assert name == "sglang.launch_server", said
     assert given[-len(words) :] == words
     assert given[:2] == ["--model-path", "org/model"] and given[given.index("--port") + 1] == "31999"
+
+
+def test_a_cpu_machine_is_told_that_it_downloads_cuda(checkout):
+    lines = "Collecting nvidia-ml-py\nCollecting nvidia-cublas\n  Downloading nvidia_cublas.whl (400 MB)\nexit 1"
+    said = checkout.make("environment", FAKE_PIP=lines)[1]
+    assert said.count("torch with CUDA alone") == 1 and said.index("nvidia-cublas") < said.index("PIP_EXTRA_INDEX_URL")
+    assert "torch with CUDA alone" not in checkout.make("environment", "SET=cuda", FAKE_PIP=lines)[1]
