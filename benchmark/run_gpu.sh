@@ -8,6 +8,7 @@
 #   test       tests of the kernels (pytest -m gpu test/kernels)
 #   backend    tests of the attention backend: captured steps in real CUDA graphs, and what other parts mark as gpu
 #   e2e        backend_e2e.py: the real Engine, upstream's Triton against kdtree_sm120          -> backend_e2e.json
+#   churn      backend_churn.py: a server under 64 clients for minutes                           -> backend_churn.json
 #   one_rank   one rank of Kimi K2.6, step time against context                                 -> one_rank.json, plots
 #   bench      every kernel of this job side by side                                            -> mla_tree_verify.json
 #   sanitize   compute-sanitizer over the kernels' tests
@@ -18,20 +19,20 @@
 # site-packages and unpacked on an offline host: --site. --bundle: what pack_gpu.py wrote, for test, bench, sanitize, plot;
 # without it the native libraries of build_native.py are built here if nvcc is.
 # Environment: PYTHON (python3), COMMIT where there is no git; seconds a step: TEST_TIMEOUT, BACKEND_TIMEOUT, E2E_TIMEOUT,
-# ONE_RANK_TIMEOUT, BENCH_TIMEOUT, SANITIZE_TIMEOUT (300, 300, 900, 1800, 500, 120 each tool).
+# CHURN_TIMEOUT, ONE_RANK_TIMEOUT, BENCH_TIMEOUT, SANITIZE_TIMEOUT (300, 300, 900, 600, 1800, 500, 120 each tool).
 set -u -o pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(dirname "$here")
 python=${PYTHON:-python3}
 bundle= site= out=$here/out
-all=(test backend e2e one_rank bench sanitize plot)
+all=(test backend e2e churn one_rank bench sanitize plot)
 steps=()
 while [ $# -gt 0 ]; do
   case $1 in
     --bundle) bundle=$(cd "${2:?--bundle needs a folder}" && pwd) || exit 2; shift 2 ;;
     --site) site=${2:?--site needs a folder}; shift 2 ;;
     --out) out=${2:?--out needs a folder}; shift 2 ;;
-    test | backend | e2e | one_rank | bench | sanitize | plot) steps+=("$1"); shift ;;
+    test | backend | e2e | churn | one_rank | bench | sanitize | plot) steps+=("$1"); shift ;;
     --) shift; break ;;
     -h | --help) sed -n '3,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) echo "run_gpu.sh: unknown argument '$1'; steps are ${all[*]}" >&2; exit 2 ;;
@@ -94,6 +95,8 @@ for s in "${steps[@]}"; do
   case $s in
     backend) step backend "${BACKEND_TIMEOUT:-300}" "$python" -m pytest "$root/test/srt" "$root/test/e2e" -m gpu -q -p no:cacheprovider ;;
     e2e) step e2e "${E2E_TIMEOUT:-900}" "$python" "$here/backend_e2e.py" --out "$out/backend_e2e.json" --logs "$out/e2e" \
+      "${commit[@]}" "${own_args[@]}" ;;
+    churn) step churn "${CHURN_TIMEOUT:-600}" "$python" "$here/backend_churn.py" --out "$out/backend_churn.json" \
       "${commit[@]}" "${own_args[@]}" ;;
     one_rank)
       step one_rank "${ONE_RANK_TIMEOUT:-1800}" env PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" "$python" -m one_rank \

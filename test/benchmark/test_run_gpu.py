@@ -60,10 +60,11 @@ def test_all_steps_in_order(run):
 
 def test_the_engine_steps_on_an_unpacked_tree(run, tmp_path):
     site = f"{tmp_path}/a:{tmp_path}/b"
-    done, calls = run("--site", site, "backend", "e2e", "one_rank")
+    done, calls = run("--site", site, "backend", "e2e", "churn", "one_rank")
     assert done.returncode == 0, done.stdout + done.stderr
-    backend, e2e, one_rank, plot = calls
-    assert all(f"PYTHONPATH={site}" in c for c in (backend, e2e)) and all(site in c for c in (one_rank, plot))
+    backend, e2e, churn, one_rank, plot = calls
+    assert f"backend_churn.py --out {run.out}/backend_churn.json" in churn
+    assert all(f"PYTHONPATH={site}" in c for c in (backend, e2e, churn)) and all(site in c for c in (one_rank, plot))
     assert "test/srt" in backend and "-m gpu" in backend
     assert f"--out {run.out}/backend_e2e.json" in e2e and "backend_e2e.py" in e2e
     assert f"-m one_rank --out {run.out}/one_rank.json" in one_rank
