@@ -41,6 +41,16 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same, and __syncthreads, where warps come from different branches of the code. The hardware
+// makes no difference; synccheck takes `bar.sync` for a promise that all meet at one instruction.
+__device__ __forceinline__ void role_barrier_sync(int id, int threads) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void block_barrier_sync() {
+  asm volatile("barrier.sync 0;" ::: "memory");
+}
+
 // Counts for the barrier without waiting.
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");

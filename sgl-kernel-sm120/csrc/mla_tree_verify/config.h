@@ -116,12 +116,13 @@ struct Config {
   static_assert(kEarlyTiles >= 1);
 };
 
-// Named barriers; 0 is __syncthreads.
+// Named barriers; 0 is the whole block.
 enum Barrier : int {
   kBarValueWarps = 1,
   kBarLoadWarps,
   kBarMathWarps,
-  kBarQRead,  // score warps have Q in registers, load warps may overwrite its copy
+  kBarSegmentDone,  // all but the load warps are done with the last segment
+  kBarQRead,        // score warps have Q in registers, load warps may overwrite its copy
 };
 
 }  // namespace sgl_kernel_sm120::mla_tree_verify_op

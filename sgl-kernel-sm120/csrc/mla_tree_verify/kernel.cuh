@@ -28,16 +28,16 @@ template <class C, int kRole>
 __device__ __forceinline__ bool begin_segment(const MlaTreeVerifyParams& params,
                                               const Segment& segment,
                                               typename C::SharedMemoryPlan& smem) {
-  __syncthreads();  // done with the last segment
-  __syncthreads();  // load warps have written `segment`
+  arch::named_barrier_arrive(kBarSegmentDone, kThreads);
+  arch::block_barrier_sync();  // load warps have written `segment`
   if (segment.num_tiles == 0) return false;
   load_q<C>(params, smem, segment.request, blockIdx.x * C::kRows);
   if (kRole == kSoftmax && (segment.first_tile + segment.num_tiles) * kTileTokens > segment.prefix)
     build_tree_mask<C>(params, segment, smem, blockIdx.x * C::kRows);
-  __syncthreads();  // Q has landed, barriers are set
+  arch::block_barrier_sync();  // Q has landed, barriers are set
   if constexpr (C::Kv::kFp8) {
     find_q_scales<C>(smem);
-    arch::named_barrier_sync(kBarMathWarps, kMathThreads);
+    arch::role_barrier_sync(kBarMathWarps, kMathThreads);
   }
   return true;
 }
@@ -60,9 +60,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     Segments segments(params);
     for (bool first = true;; first = false) {
       const Segment segment = segments.next();
-      __syncthreads();  // the others are done with the last segment
+      arch::named_barrier_sync(kBarSegmentDone, kThreads);
       if (thread == 0) smem.segment = segment;
-      __syncthreads();
+      arch::block_barrier_sync();
       if (segment.num_tiles == 0) break;
       run_load_warp<C>(params, segment, smem, first);
     }

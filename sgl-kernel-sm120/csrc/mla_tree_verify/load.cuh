@@ -141,7 +141,7 @@ class TileLoader {
 
 // Until the score warps have Q in registers, its stages are taken.
 __device__ __forceinline__ void wait_for_q_stages() {
-  __syncthreads();
+  arch::block_barrier_sync();
   arch::named_barrier_sync(kBarQRead, 2 * kWarpgroup);
 }
 
