@@ -3,14 +3,23 @@
 and chains, against the op's reference. On a GPU in real CUDA graphs; on a CPU a "graph" is the list of calls that
 a graph would hold, so that the same test runs, without the capture itself."""
 
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
 import pytest
 import torch
 from srt.attention_naive import make_layer
+from srt.layers.attention import against_triton
 from srt.layers.attention.kdtree_triton_cases import (
     NUM_HEADS,
     batch_of,
     chain_input,
+    draft_extend_batch,
     make_backend,
+    make_draft_backend,
     tree_input,
 )
 
@@ -132,3 +141,55 @@ def test_one_captured_step_serves_all_batches(monkeypatch, device, mode):
         # The recorded call counts on a CPU: it runs there, on padding alone.
         assert errors.rows == LAYERS * N * sum(len(rows) for rows, _, _ in STEPS)
         assert errors.mismatches == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_captured_draft_extend_serves_all_batches(monkeypatch, device):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    backend = make_draft_backend(monkeypatch, device=device, dtype=dtype)
+    backend.init_cuda_graph_state(BUCKET, BUCKET * N)
+    layer = make_layer(NUM_HEADS, 1, 576, 512)
+    q, k = random_inputs(device, dtype, seed=0)
+    static = draft_extend_batch([], [], bucket=BUCKET, table=backend.req_to_token, device=device)
+    backend.init_forward_metadata_out_graph(static, in_capture=True)
+
+    def step():
+        backend.init_forward_metadata_in_graph(static)
+        return backend.forward_extend(q, k, k[..., :512], layer, static).clone()
+
+    graph = Graph(device)
+    graph.record(step)
+    for number, (rows, prefixes) in enumerate((([1, 2, 3, 4], [44, 40, 30, 7]), ([5, 6], [3, 0]), ([2], [31]))):
+        lens = [prefix + N for prefix in prefixes]
+        batch = draft_extend_batch(rows, lens, bucket=BUCKET, table=backend.req_to_token, device=device)
+        for static_input, value in zip((q, k), random_inputs(device, dtype, number + 1), strict=True):
+            static_input.copy_(value)
+        static.out_cache_loc.copy_(batch.out_cache_loc)
+        backend.init_forward_metadata_out_graph(batch)
+        out = graph.replay()
+        chains = torch.ones(len(rows), N, N, dtype=torch.bool).tril()
+        expected = expected_of(backend, rows, prefixes, q, chains, layer)
+        limit = dict(rtol=2e-5, atol=2e-5) if device == "cpu" else dict(rtol=2.0**-7, atol=2e-3)
+        torch.testing.assert_close(out[: len(rows) * N].cpu().float(), expected, **limit)
+        assert out.isfinite().all()
+
+
+def test_upstreams_own_kernels_give_the_same_when_interpreted():
+    program = pathlib.Path(against_triton.__file__)
+    paths = [str(program.parents[3]), os.environ.get("PYTHONPATH")]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=270)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [(r["kind"], r["captured"]) for r in rows] == [(k, c) for k in against_triton.STEPS for c in (False, True)]
+    for row in rows:
+        assert row["rows"] == row["expected"] and row["mismatches"] == 0 and row["max_rel"] < 1e-4, row
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "static buffers"])
+@pytest.mark.parametrize("kind", against_triton.STEPS)
+def test_upstreams_own_kernels_give_the_same_on_a_gpu(kind, captured, kv_dtype):
+    errors = against_triton.compare(kind, captured, "cuda", torch.bfloat16, kv_dtype)
+    assert errors.rows == against_triton.expected_rows(kind) and errors.mismatches == 0
