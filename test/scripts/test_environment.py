@@ -122,6 +122,18 @@ def test_the_first_start_installs_in_one_call_and_the_second_does_nothing(checko
     assert is_whole(checkout)
 
 
+@pytest.mark.parametrize("chosen, cuda", [("cpu", "SGL_KERNEL_SM120_CUDA=0 "), ("cuda", "")])
+def test_the_readme_installs_what_make_installs(checkout, chosen, cuda):
+    checkout.make("environment", f"SET={chosen}")
+    (install,) = (call for call in checkout.recorded() if "install" in call["call"])
+    words = [word.replace(f"{checkout.root}/", "") for word in install["call"]]
+    packages = words[words.index("install") + 1 : words.index("--no-compile")]
+    assert packages[:2] == ["sgl-kernel-sm120", f"python[{chosen},kit]"]
+    command = " ".join(["pip install", "./sgl-kernel-sm120", f"'./python[{chosen},kit]'", *packages[2:]])
+    assert f"\n{cuda}{command}\n" in (ROOT / "README.md").read_text()
+    assert install["environment"]["SGL_KERNEL_SM120_CUDA"] == ("0" if cuda else "1")
+
+
 def test_the_tests_add_to_what_the_server_has(checkout):
     assert checkout.make("environment")[0] == 0
     assert not [call for call in checkout.done() if "requirements.txt" in call]
