@@ -292,40 +292,68 @@ class TestBadServer:
         with pytest.raises(KitError, match="input too long"):
             Client(scripted.url).stream("x", max_tokens=4, temperature=0.0)
 
-    @pytest.mark.parametrize("arguments", [["--contexts", "1k,long"], ["--output-tokens", 1], ["--repeats", 0]])
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["--contexts", "1k,long"],
+            ["--contexts", "0.0001k"],
+            ["--contexts", ""],
+            ["--output-tokens", 1],
+            ["--repeats", 0],
+            ["--temperature", "nan"],
+            ["--timeout", 0],
+            ["--url", "http://"],
+            ["--url", "http://127.0.0.1:999999"],
+        ],
+    )
     def test_bad_arguments(self, cli_error, arguments):
         assert cli_error("bench", "longctx", *arguments)["what"] == arguments[0]
+
+    @pytest.mark.parametrize(
+        "arguments", [["--plot", "/proc/x.png"], ["--plot", "x.docx"], ["--output", "/"], ["--plot", "/"]]
+    )
+    def test_a_file_that_could_not_be_written_is_refused_before_the_measurement(self, cli_error, arguments, scripted):
+        error = cli_error("bench", "longctx", "--url", scripted.url, *arguments)
+        assert error["what"] == " ".join(arguments) and not scripted.requests
 
 
 class TestCompare:
     def run_of(self, path, speeds, **changes):
-        percentiles = {"p50": 1.0, "p90": 1.0}
+        def same(value):
+            return {"p50": value, "p90": value}
+
+        server = dict(
+            url="http://x", api="sglang", model="m", engine="sglang", version="1", max_model_len=None,
+            speculative_algorithm="DDTREE", num_draft_tokens=9, attention_backend="triton", page_size=1,
+        )  # fmt: skip
         document = {
             "schema": "sglang.kdtree/bench-longctx/1",
-            "label": changes.pop("label", ""),
-            "server": dict.fromkeys(
-                ["model", "engine", "version", "attention_backend", "speculative_algorithm", "num_draft_tokens",
-                 "page_size"], "x",
-            ) | changes,
-            "settings": {"output_tokens": 8, "repeats": 1, "temperature": 0.0, "seed": 0, "texts": ["prose"]},
+            "exit_code": 0,
+            "label": "",
+            "server": server | changes,
+            "settings": dict(
+                contexts=list(speeds), texts=["prose"], output_tokens=8, repeats=1, temperature=0.0, seed=0, nonce="n"
+            ),
             "rows": [
-                {
-                    "text": "prose", "context": context, "prompt_tokens": context,
-                    "decode_tok_s": {"p50": speed, "p90": speed}, "step_ms": {"p50": 1000 / speed, "p90": 1.0},
-                    "prefill_tok_s": percentiles, "accept_length": percentiles,
-                }
+                dict(
+                    text="prose", context=context, prompt_tokens=context, cached_tokens=0, repeats=1, ttft_s=same(1.0),
+                    prefill_tok_s=same(1.0), decode_tok_s=same(speed), step_ms=same(1000 / speed),
+                    accept_length=same(1.0), distinct_4grams=1.0,
+                )
                 for context, speed in speeds.items()
             ],
+            "skipped": [],
+            "warnings": [],
         }  # fmt: skip
         path.write_text(json.dumps(document))
         return path
 
     def test_a_published_table(self, cli, tmp_path):
         """Triton with graphs against the custom kernel: 3.0x, 4.3x, 6.1x."""
-        a = self.run_of(tmp_path / "a.json", {4_000: 39.0, 16_000: 6.8, 65_000: 1.5}, num_draft_tokens=9)
-        b = self.run_of(tmp_path / "b.json", {4_000: 116.5, 16_000: 29.1, 65_000: 9.2}, num_draft_tokens=9)
-        for path, backend in ((a, "triton"), (b, "kdtree_sm120")):
-            path.write_text(path.read_text().replace('"attention_backend": "x"', f'"attention_backend": "{backend}"'))
+        a = self.run_of(tmp_path / "a.json", {4_000: 39.0, 16_000: 6.8, 65_000: 1.5})
+        b = self.run_of(
+            tmp_path / "b.json", {4_000: 116.5, 16_000: 29.1, 65_000: 9.2}, attention_backend="kdtree_sm120"
+        )
         code, document = cli("bench", "compare", a, b, "--plot", tmp_path / "c.png")
         assert code == 0
         assert [round(row["decode_ratio"], 1) for row in document["rows"]] == [3.0, 4.3, 6.1]
@@ -333,8 +361,8 @@ class TestCompare:
         assert (tmp_path / "c.png").stat().st_size > 10_000
 
     def test_a_slower_run_is_a_finding(self, cli, tmp_path):
-        a = self.run_of(tmp_path / "a.json", {1_000: 100.0, 2_000: 50.0}, num_draft_tokens=9)
-        b = self.run_of(tmp_path / "b.json", {1_000: 98.0, 2_000: 40.0}, num_draft_tokens=9)
+        a = self.run_of(tmp_path / "a.json", {1_000: 100.0, 2_000: 50.0})
+        b = self.run_of(tmp_path / "b.json", {1_000: 98.0, 2_000: 40.0})
         code, document = cli("bench", "compare", a, b)
         assert code == 1 and document["slower"] == 1
 
@@ -348,6 +376,11 @@ class TestCompare:
         assert cli_error("bench", "compare", path, tmp_path / "none.json")["got"].startswith("No such file")
         assert "60 characters read" in cli_error("bench", "compare", path, tmp_path / "cut.json")["got"]
         assert "bench longctx" in cli_error("bench", "compare", path, tmp_path / "other.json")["remedy"]
+        lame = json.loads(path.read_text())
+        lame["rows"][0]["step_ms"]["p50"] = "fast"
+        (tmp_path / "lame.json").write_text(json.dumps(lame))
+        error = cli_error("bench", "compare", path, tmp_path / "lame.json")
+        assert error["what"].endswith("lame.json: $.rows[0].step_ms.p50") and "'fast'" in error["got"]
         nothing = self.run_of(tmp_path / "b.json", {9_000: 1.0})
         assert cli_error("bench", "compare", path, nothing)["got"] == "none in common"
 

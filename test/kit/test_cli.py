@@ -108,6 +108,13 @@ def test_nan_never_reaches_a_document(tmp_path):
         write_json(tmp_path / "x.json", {"x": float("nan")})
 
 
+def test_a_file_that_cannot_be_replaced_leaves_nothing_behind(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(KitError, match="writable"):
+        write_json(tmp_path / "folder", {"x": 1})
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
 @pytest.mark.parametrize("document", [[], {}, {"schema": "sglang.kdtree/plan/2"}])
 def test_a_document_of_another_kind_is_refused(document):
     with pytest.raises(KitError, match="sglang.kdtree plan --output"):
@@ -117,7 +124,7 @@ def test_a_document_of_another_kind_is_refused(document):
 def test_the_module_runs():
     """python -m sglang.kdtree, as an operator types it."""
     done = subprocess.run(
-        [sys.executable, "-m", "sglang.kdtree", "--help"], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "sglang.kdtree", "--help"], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "doctor" in done.stdout and "Exit codes" in done.stdout

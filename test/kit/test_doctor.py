@@ -249,6 +249,10 @@ class TestWhole:
         assert code == (1 if document["counts"]["FAIL"] else 0)
         assert sum(document["counts"].values()) == len(document["checks"])
 
+    @pytest.mark.parametrize("port", [-1, 65536])
+    def test_a_port_that_is_none(self, cli_error, port):
+        assert cli_error("doctor", "--port", port)["what"] == "--port"
+
     def test_the_table_shows_the_remedy(self, capsys, monkeypatch):
         from sglang.kdtree.cli import main
         from sglang.kdtree.doctor import verb

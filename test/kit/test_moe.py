@@ -276,6 +276,33 @@ class TestVerb:
     def test_the_server_says_how_many_ranks_share_their_tokens(self, info, copies):
         assert recording_copies(info) == copies
 
+    @pytest.mark.parametrize(
+        ("argument", "value"),
+        [
+            ("--ranks", 0),
+            ("--ranks", 3),
+            ("--copies", 0),
+            ("--experts", -8),
+            ("--redundant", "-4"),
+            ("--redundant", 3),
+            ("--batches", "0"),
+            ("--bandwidth", "nan"),
+            ("--output-tokens", 0),
+        ],
+    )
+    def test_numbers_out_of_range(self, tmp_path, cli_error, argument, value):
+        np.savez(tmp_path / "t.npz", topk_ids=IDS)
+        common = {"--experts": 8, "--ranks": 4, "--redundant": "", "--batches": ""} | {argument: value}
+        flags = [f"{name}={text}" for name, text in common.items()]
+        assert cli_error("probe", "moe", "--trace", tmp_path / "t.npz", *flags)["what"] == argument
+
+    @pytest.mark.parametrize(
+        "ids", [np.zeros((0, 1, 1, 2), int), np.full((2, 1, 1, 2), -1), np.full((1, 1, 1, 1), 2**40)]
+    )
+    def test_traces_without_sense(self, tmp_path, cli_error, ids):
+        np.savez(tmp_path / "t.npz", topk_ids=ids)
+        assert cli_error("probe", "moe", "--trace", tmp_path / "t.npz")["what"].startswith("trace ")
+
     @pytest.mark.parametrize("arguments", [[], ["--trace", "a", "--record-dir", "b"]])
     def test_one_source_is_needed(self, cli_error, arguments):
         assert cli_error("probe", "moe", *arguments)["expected"] == "exactly one"

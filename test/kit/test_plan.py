@@ -248,9 +248,9 @@ class TestBuffers:
             'int main() { int b, q, h, s; while (scanf("%d %d %d %d", &b, &q, &h, &s) == 4)\n'
             '  printf("%lld\\n", (long long)sgl_kernel_sm120::mla_tree_verify_op::workspace_bytes(b, q, h, s)); }\n'
         )
-        subprocess.run(["g++", "-std=c++17", "-o", program, program.with_suffix(".cpp")], check=True, timeout=120)
+        subprocess.run(["g++", "-std=c++17", "-o", program, program.with_suffix(".cpp")], check=True, timeout=600)
         asked = "\n".join(" ".join(map(str, shape)) for shape in shapes)
-        done = subprocess.run([program], input=asked, capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run([program], input=asked, capture_output=True, text=True, check=True, timeout=600)
         names = ("batch", "tree_size", "heads", "sms")
         ours = [buffers.workspace_bytes(**dict(zip(names, shape, strict=True))) for shape in shapes]
         assert ours == [int(line) for line in done.stdout.split()]
@@ -354,6 +354,13 @@ class TestBadInput:
             (["--gpu", "toaster"], "--gpu"),
             (["--gpu", "96furlongs"], "--gpu"),
             (["--reserved", "much"], "--reserved"),
+            (["--gpu", "1"], "--gpu"),
+            (["--reserved", "500GB"], "--gpu"),
+            (["--page-size", 7], "--page-size"),
+            (["--tree-size", 9], "--tree-size"),
+            (["--max-running-requests", 1, "--concurrency", 4], "--max-running-requests"),
+            (["--max-running-requests", 300], "--max-running-requests"),
+            (["--ep", 8, "--redundant-experts", -8], "--redundant-experts"),
             (["--context", 0], "--context"),
             (["--context", 10_000_000], "--context"),
             (["--concurrency", -1], "--concurrency"),
@@ -372,6 +379,26 @@ class TestBadInput:
     def test_a_bad_argument_is_named(self, cli_error, data, arguments, named):
         error = cli_error("plan", "--model", data / "kimi_k2_6.json", *arguments)
         assert error["what"].startswith(named)
+
+    def test_a_tree_larger_than_the_kernels(self, cli_error, cli, data):
+        arguments = ("plan", "--model", data / "kimi_k2_6.json", "--draft", data / "kimi_k2_6_dflash.json")
+        arguments += ("--context", 8_000, "--tree-size", 129)
+        assert "at most 128" in cli_error(*arguments)["expected"]
+        assert (
+            "speculative-num-draft-tokens 129"
+            in cli(*arguments, "--attention-backend", "triton")[1]["command"]["shell"]
+        )
+        from sgl_kernel_sm120 import attention
+
+        assert (buffers.MAX_BATCH, buffers.MAX_TREE) == (attention.MAX_B, attention.MAX_S_Q)
+
+    def test_a_wish_far_beyond_any_machine_is_answered_at_once(self, cli, data):
+        """The nearest wishes are found by halving, not by counting down."""
+        arguments = ("plan", "--model", data / "kimi_k2_6.json", "--context", 1_000, "--attention-backend", "triton")
+        code, document = cli(*arguments, "--concurrency", 100_000_000)
+        assert code == 1
+        changes = [row["change"] for row in document["alternatives"]]
+        assert any(change.startswith("--concurrency ") for change in changes) or not changes
 
     def test_truncated_json(self, cli_error, data, tmp_path):
         cut = tmp_path / "config.json"

@@ -7,6 +7,7 @@ import argparse
 import importlib
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -105,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_UNUSABLE
     progress_console = rich_console.Console(stderr=True)
     try:
+        for argument in ("output", "plot", "csv"):
+            check_target(argument, getattr(args, argument, None))
         result: Result = args.module.run(args, progress_console)
         if args.output:
             write_json(args.output, result.document())
@@ -119,6 +122,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         args.module.render(result, rich_console.Console())
     return result.exit_code
+
+
+def check_target(argument: str, path: Path | None) -> None:
+    """Before minutes of measuring: can the file be written at their end?"""
+    if path is None:
+        return
+    wrong = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        wrong = str(error)
+    if path.is_dir():
+        wrong = "a folder"
+    elif not wrong and argument == "plot" and path.suffix != ".png":
+        wrong = f"a name that ends in {path.suffix!r}"
+    if wrong:
+        raise KitError(
+            what=f"--{argument} {path}",
+            expected="a file that can be written"
+            + (", ending in .png" if argument == "plot" else ""),
+            got=wrong,
+            remedy="Name another file.",
+        )
 
 
 def report_error(error: KitError, *, as_json: bool, console) -> None:

@@ -8,6 +8,17 @@ EXIT_FINDING = 1  # the verb ran and found something that needs attention
 EXIT_UNUSABLE = 2  # bad argument, unreadable input, unreachable server
 
 
+def require_at_least(argument: str, value: float, least: float) -> None:
+    """Also refuses NaN and infinity."""
+    if not least <= value < float("inf"):
+        raise KitError(
+            what=argument,
+            expected=f"a number of at least {least:g}",
+            got=str(value),
+            remedy="Correct it, or leave it out for the default.",
+        )
+
+
 class KitError(Exception):
     """A failure that the user can mend: names the input, what it should be, what came, what to do."""
 

@@ -125,10 +125,10 @@ class _Keys:
                 remedy="Only MLA models of the DeepSeek V2/V3 and Kimi K2 family (and DFlash drafters with --draft) can be planned.",
             )
         value = self.config[name]
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        if type(value) is not int or not 0 < value < 2**31:
             raise KitError(
                 what=f"{self.source}: key {name!r}",
-                expected="a positive integer",
+                expected="a positive integer below 2**31",
                 got=repr(value),
                 remedy="Correct the file, or give another model.",
             )
@@ -174,7 +174,8 @@ def target_shape(
 def _num_moe_layers(keys: _Keys, num_layers: int) -> int:
     first = keys.optional("first_k_dense_replace", 0)
     frequency = keys.optional("moe_layer_freq", 1)
-    return sum(1 for layer in range(first, num_layers) if layer % frequency == 0)
+    # Layers from first on whose number the frequency divides.
+    return max(0, -(-num_layers // frequency) - -(-first // frequency))
 
 
 def _quantisation(outer: dict, text: dict, *, source: str) -> Quantisation:

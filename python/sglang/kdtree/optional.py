@@ -9,6 +9,7 @@ from types import ModuleType
 from sglang.kdtree.errors import KitError
 
 PIP_NAME = {
+    "jsonschema": "jsonschema",
     "matplotlib": "matplotlib",
     "prometheus_client.parser": "prometheus-client",
     "pynvml": "nvidia-ml-py",

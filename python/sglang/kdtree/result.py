@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from sglang.kdtree.errors import EXIT_OK, KitError
+from sglang.kdtree.optional import require
 
 
 class Result(msgspec.Struct, kw_only=True):
@@ -38,10 +39,14 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
         handle, name = tempfile.mkstemp(
             dir=path.parent, prefix=path.name, suffix=".tmp"
         )
-        with os.fdopen(handle, "w") as file:
-            file.write(dump_json(document) + "\n")
-        os.chmod(name, 0o644)
-        os.replace(name, path)
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(dump_json(document) + "\n")
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
     except OSError as error:
         raise KitError(
             what=f"output file {path}",
@@ -84,6 +89,23 @@ def require_schema(document: Any, *, verb: str, source: str) -> dict[str, Any]:
             what=source,
             expected=f'a document with "schema": "{wanted}"',
             got=repr(found),
-            remedy=f"Write it with: python -m sglang.kdtree {verb.replace('-', ' ', 1) if verb.startswith(('bench-', 'probe-')) else verb} --output FILE",
+            remedy=_written_by(verb),
         )
+    from sglang.kdtree.schemas import SCHEMAS
+
+    jsonschema = require("jsonschema", needed_for="reading documents of the kit")
+    try:
+        jsonschema.validate(document, SCHEMAS[verb])
+    except jsonschema.ValidationError as error:
+        raise KitError(
+            what=f"{source}: {error.json_path}",
+            expected=f"the form that `schema {verb}` prints",
+            got=error.message[:200],
+            remedy=_written_by(verb),
+        ) from error
     return document
+
+
+def _written_by(verb: str) -> str:
+    words = verb.replace("-", " ", 1) if verb.startswith(("bench-", "probe-")) else verb
+    return f"Write it with: python -m sglang.kdtree {words} --output FILE"

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import requests
 
-from sglang.kdtree.errors import KitError
+from sglang.kdtree.errors import KitError, require_at_least
 
 APIS = ("sglang", "completions", "chat")
 CONNECT_TIMEOUT_S = 5.0
@@ -212,6 +212,13 @@ class Client:
                 stream=stream,
                 timeout=(CONNECT_TIMEOUT_S, timeout_s),
             )
+        except requests.exceptions.InvalidURL as error:
+            raise KitError(
+                what="--url",
+                expected="http://HOST:PORT",
+                got=repr(self.url),
+                remedy=f"Correct it: {error}",
+            ) from error
         except requests.exceptions.RequestException as error:
             raise KitError(
                 what=f"{self.url}{path}",
@@ -369,6 +376,7 @@ def add_server_arguments(parser) -> None:
 
 
 def client_from(args, environ) -> Client:
+    require_at_least("--timeout", args.timeout, 1)
     return Client(
         args.url,
         api=args.api,

@@ -18,7 +18,7 @@ from sglang.kdtree.bench.client import (
 )
 from sglang.kdtree.bench.measure import Measurement, measure, summarise
 from sglang.kdtree.bench.text import KINDS, Source, build_prompt, load_source, nonce_for
-from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError
+from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError, require_at_least
 from sglang.kdtree.result import Result
 
 DEFAULT_CONTEXTS = "1k,4k,16k,32k,64k,128k,185k,200k"
@@ -79,34 +79,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def parse_contexts(text: str) -> list[int]:
+def parse_contexts(text: str, *, argument: str = "--contexts") -> list[int]:
     contexts = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)(k?)\s*", part)
-        if not match or float(match[1]) <= 0:
+        tokens = round(float(match[1]) * (1000 if match[2] else 1)) if match else 0
+        if not tokens:
             raise KitError(
-                what="--contexts",
+                what=argument,
                 expected="numbers of tokens such as 1k,16k,185000",
                 got=repr(part),
                 remedy="Separate them by commas; k stands for 1000.",
             )
-        contexts.append(round(float(match[1]) * (1000 if match[2] else 1)))
+        contexts.append(tokens)
     return contexts
-
-
-def require_at_least(argument: str, value: int, least: int) -> None:
-    if value < least:
-        raise KitError(
-            what=argument,
-            expected=f"at least {least}",
-            got=str(value),
-            remedy="Ask for more.",
-        )
 
 
 def run(args: argparse.Namespace, console: Any) -> Result:
     require_at_least("--output-tokens", args.output_tokens, 8)
     require_at_least("--repeats", args.repeats, 1)
+    require_at_least("--temperature", args.temperature, 0)
     contexts = parse_contexts(args.contexts)
     args.nonce = args.nonce or secrets.token_hex(8)
     kinds = args.text or ["code", "prose"]

@@ -13,7 +13,7 @@ import msgspec
 
 from sglang.kdtree.doctor import install, machine, selftest
 from sglang.kdtree.doctor.check import FAIL, OK, WARN, run_checks
-from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK
+from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError
 from sglang.kdtree.result import Result
 
 STYLE = {OK: "green", WARN: "yellow", FAIL: "bold red"}
@@ -55,6 +55,13 @@ def checks(args: argparse.Namespace) -> list[tuple[str, Any]]:
 
 
 def run(args: argparse.Namespace, console: Any) -> Result:
+    if not 0 <= args.port < 65536:
+        raise KitError(
+            what="--port",
+            expected="a number from 0 to 65535",
+            got=str(args.port),
+            remedy="30000 is the server's default.",
+        )
     with console.status("examining"):
         findings = run_checks(checks(args))
     counts = Counter(finding.status for finding in findings)

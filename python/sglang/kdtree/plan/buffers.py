@@ -11,6 +11,8 @@ GRAPH_BYTES_PER_REQUEST = 2 << 20
 # 1.24 MB. SGLang's own heuristic for a default fraction takes 1.57 MB.
 ACTIVATION_BYTES_PER_CHUNK_TOKEN = 1_150_000
 SMS = 188  # RTX PRO 6000; the RTX 5090 has 170, the H200 132
+# kdtree_sm120's own limits (sgl_kernel_sm120.attention).
+MAX_BATCH, MAX_TREE = 256, 128
 # MLA decode of SGLang's Triton backend: a power of two at or above the SM count (188 here).
 TRITON_MAX_KV_SPLITS = 256
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import msgspec
 
@@ -102,6 +103,29 @@ def check_wish(wish: Wish) -> None:
             got=str(wish.context),
             remedy="Ask for a shorter context.",
         )
+    if wish.max_requests < wish.concurrency:
+        raise KitError(
+            what="--max-running-requests",
+            expected=f"at least the {wish.concurrency} of --concurrency",
+            got=str(wish.max_requests),
+            remedy="Leave it out, or ask for fewer requests at the same time.",
+        )
+    if wish.tree_size > 1 and not wish.drafter:
+        raise KitError(
+            what="--tree-size",
+            expected="1 without a drafter",
+            got=str(wish.tree_size),
+            remedy="Give the drafter with --draft.",
+        )
+    if wish.backend == "kdtree_sm120":
+        _check_kernel_limits(wish)
+    if wish.gpu.total_bytes <= wish.reserved_bytes:
+        raise KitError(
+            what="--gpu",
+            expected=f"more than the {wish.reserved_bytes / 2**20:,.0f} MiB gone before the weights are loaded",
+            got=f"{wish.gpu.total_bytes / 2**20:,.0f} MiB",
+            remedy="Give the memory of one GPU with its unit, or correct --reserved.",
+        )
     if wish.gpus % wish.attention_dp:
         raise KitError(
             what="--dp",
@@ -130,6 +154,30 @@ def check_wish(wish: Wish) -> None:
             expected=f"a number of ranks that divides the {wish.target.heads} heads",
             got=f"{wish.attention_tp} ranks per attention group",
             remedy="Choose --gpus and --dp accordingly.",
+        )
+
+
+def _check_kernel_limits(wish: Wish) -> None:
+    """What kdtree_sm120 refuses at its start."""
+    batch = math.ceil(wish.max_requests / wish.attention_dp)
+    limits = [
+        ("--tree-size", wish.tree_size, buffers.MAX_TREE, "nodes a request"),
+        ("--max-running-requests", batch, buffers.MAX_BATCH, "requests a rank"),
+    ]
+    for argument, value, most, unit in limits:
+        if value > most:
+            raise KitError(
+                what=argument,
+                expected=f"at most {most} {unit} with kdtree_sm120",
+                got=str(value),
+                remedy="Ask for less, or plan for --attention-backend triton.",
+            )
+    if wish.page_size & (wish.page_size - 1):
+        raise KitError(
+            what="--page-size",
+            expected="a power of two with kdtree_sm120",
+            got=str(wish.page_size),
+            remedy="1 is usual.",
         )
 
 
@@ -276,7 +324,10 @@ def nearest_wishes(
     """Single changes to the wish that make it fit, the smallest sacrifice first."""
     found = []
     for label, changed in _single_changes(wish):
-        _, outcome = solve(changed, fraction=fraction)
+        try:
+            outcome = solve(changed, fraction=fraction)[1]
+        except KitError:  # the change is not allowed with the rest of the wish
+            continue
         if outcome.fits:
             found.append((label, changed, outcome))
     context = _longest_context(wish, fraction=fraction)
@@ -309,20 +360,30 @@ def _single_changes(wish: Wish):
             and wish.target.heads % (gpus // wish.attention_dp) == 0
         ):
             yield f"--gpus {gpus}", replace(wish, gpus=gpus)
-    for concurrency in range(wish.concurrency - 1, 0, -1):
-        changed = replace(wish, concurrency=concurrency)
-        if solve(changed)[1].fits:
-            yield f"--concurrency {concurrency}", changed
-            return
+    concurrency = _largest(
+        lambda n: solve(replace(wish, concurrency=n))[1].fits, wish.concurrency - 1
+    )
+    if concurrency:
+        yield (
+            f"--concurrency {concurrency}",
+            replace(wish, concurrency=concurrency),
+        )
 
 
 def _longest_context(wish: Wish, *, fraction: float | None) -> int:
     """Longest context, in steps of 1024, that fits with all else unchanged; 0 if none does."""
-    low, high = 0, wish.context // 1024
+
+    def fits(blocks: int) -> bool:
+        changed = msgspec.structs.replace(wish, context=blocks * 1024)
+        return solve(changed, fraction=fraction)[1].fits
+
+    return 1024 * _largest(fits, wish.context // 1024)
+
+
+def _largest(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to limit that fits, where each one below fits too; 0 if none does."""
+    low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
-        fits = solve(
-            msgspec.structs.replace(wish, context=middle * 1024), fraction=fraction
-        )[1].fits
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return low * 1024
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

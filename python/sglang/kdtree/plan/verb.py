@@ -205,6 +205,13 @@ def wish_from(args: argparse.Namespace) -> Wish:
     for name in ("max_running_requests", "tree_size"):
         if getattr(args, name) is not None:
             _require_positive(name, getattr(args, name))
+    if args.redundant_experts < 0:
+        raise KitError(
+            what="--redundant-experts",
+            expected="0 or more",
+            got=str(args.redundant_experts),
+            remedy="Leave it out for none.",
+        )
     if args.mem_fraction_static is not None and not 0 < args.mem_fraction_static < 1:
         raise KitError(
             what="--mem-fraction-static",

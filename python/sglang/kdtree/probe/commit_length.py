@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 from sglang.kdtree.bench.client import Client, Reply, add_server_arguments, client_from
-from sglang.kdtree.bench.longctx import PromptMaker, parse_contexts, require_at_least
+from sglang.kdtree.bench.longctx import PromptMaker, parse_contexts
 from sglang.kdtree.bench.text import PHRASE, load_source, words
-from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError
+from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError, require_at_least
 from sglang.kdtree.result import Result
 
 DEFAULT_CONTEXTS = "1k,16k,64k,128k"

@@ -18,7 +18,7 @@ from sglang.kdtree.bench.client import Reply, add_server_arguments, client_from
 from sglang.kdtree.bench.longctx import PromptMaker, parse_contexts
 from sglang.kdtree.bench.measure import measure
 from sglang.kdtree.bench.text import KINDS, load_source
-from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError
+from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError, require_at_least
 from sglang.kdtree.model_shape import load_target
 from sglang.kdtree.optional import figure_module
 from sglang.kdtree.plan.kv_pool import ELEMENT_BYTES, target_cell_bytes
@@ -89,13 +89,15 @@ def run(
     nvml: Nvml | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Result:
-    if args.interval <= 0:
-        raise KitError(
-            what="--interval",
-            expected="more than 0 seconds",
-            got=str(args.interval),
-            remedy="0.1 is usual.",
-        )
+    require_at_least("--interval", args.interval, 0.001)
+    require_at_least("--output-tokens", args.output_tokens, 8)
+    for argument, value in (
+        ("--watch", args.watch),
+        ("--peak-bandwidth", args.peak_bandwidth),
+    ):
+        if value is not None:
+            require_at_least(argument, value, 0.001)
+    context = parse_contexts(args.context, argument="--context")[0]
     target = (
         load_target(args.model_config, argument="--model-config")
         if args.model_config
@@ -109,7 +111,7 @@ def run(
         )
         phases, reply = {"watch": samples}, None
     else:
-        samples, reply = sample_request(nvml, gpus, args, console, clock)
+        samples, reply = sample_request(nvml, gpus, context, args, console, clock)
         phases = split_phases(samples, reply)
     main_phase = "watch" if args.watch else "decode"
     if not phases[main_phase]:
@@ -174,7 +176,9 @@ def watch(
     return samples
 
 
-def sample_request(nvml, gpus, args, console, clock) -> tuple[list[Sample], Reply]:
+def sample_request(
+    nvml, gpus, context, args, console, clock
+) -> tuple[list[Sample], Reply]:
     """Run one streamed request in a thread and sample until it ends."""
     client = client_from(args, os.environ)
     client.clock = clock
@@ -182,7 +186,7 @@ def sample_request(nvml, gpus, args, console, clock) -> tuple[list[Sample], Repl
     prompts = PromptMaker(
         client, load_source(args.text), seed=0, run=os.urandom(8).hex()
     )
-    prompt = prompts.make(parse_contexts(args.context)[0], repeat=0)
+    prompt = prompts.make(context, repeat=0)
     outcome: dict[str, Any] = {}
 
     def request() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from sglang.kdtree.bench.client import Client, add_server_arguments, client_from
 from sglang.kdtree.bench.longctx import PromptMaker
 from sglang.kdtree.bench.text import load_source
-from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError
+from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError, require_at_least
 from sglang.kdtree.model_shape import load_target
 from sglang.kdtree.optional import figure_module
 from sglang.kdtree.probe import moe_model
@@ -119,6 +119,13 @@ def run(args: argparse.Namespace, console: Any) -> Result:
             got="both" if args.trace else "neither",
             remedy="Give recordings, or a running server and the folder it records to.",
         )
+    for argument in ("context", "output_tokens", "ranks", "copies", "experts"):
+        value = getattr(args, argument)
+        if value is not None:
+            require_at_least(f"--{argument.replace('_', '-')}", value, 1)
+    require_at_least("--bandwidth", args.bandwidth, 0.001)
+    redundant = numbers(args.redundant, "--redundant", least=0)
+    batches = numbers(args.batches, "--batches", least=1)
     if args.trace:
         files, copies = trace_files(args.trace), args.copies or 1
     else:
@@ -128,12 +135,11 @@ def run(args: argparse.Namespace, console: Any) -> Result:
         copies = args.copies or recording_copies(facts.raw)
     counts = divided(load_counts(files, experts=args.experts), copies=copies)
     num_layers, experts = counts.tokens.shape[1:]
-    redundant = numbers(args.redundant, "--redundant")
     costs = moe_model.scenarios(
         counts.tokens,
         ranks=args.ranks,
         redundant=redundant,
-        batches=numbers(args.batches, "--batches"),
+        batches=batches,
         algorithm=args.algorithm,
     )
     expert_us = (
@@ -178,9 +184,9 @@ def recording_copies(server_info: dict[str, Any]) -> int:
     return tp // dp if server_info.get("enable_dp_attention") else tp
 
 
-def numbers(text: str, argument: str) -> list[int]:
+def numbers(text: str, argument: str, *, least: int) -> list[int]:
     try:
-        return [int(part) for part in text.split(",") if part.strip()]
+        found = [int(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
         raise KitError(
             what=argument,
@@ -188,6 +194,9 @@ def numbers(text: str, argument: str) -> list[int]:
             got=repr(text),
             remedy="For example 16,32.",
         ) from error
+    for number in found:
+        require_at_least(argument, number, least)
+    return found
 
 
 def expert_read_us(config: Path, bandwidth_gb_s: float) -> float:

@@ -19,6 +19,8 @@ import numpy as np
 from sglang.kdtree.errors import KitError
 from sglang.kdtree.optional import require
 
+MAX_EXPERTS = 1 << 16  # of a layer; more is a damaged file
+
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
     """tokens[step, i, expert]: how many tokens of the step chose the expert in layer layers[i]."""
@@ -91,11 +93,12 @@ def _from_npz(path: Path, *, experts: int | None) -> Counts:
             ids = archive["topk_ids"]
     except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise _unreadable(path, str(error)) from error
-    if ids.ndim != 4 or not np.issubdtype(ids.dtype, np.integer):
+    if ids.ndim != 4 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
         raise _unreadable(path, f"topk_ids of shape {ids.shape} and type {ids.dtype}")
-    return routed(
-        count_ids(ids, experts=experts or int(ids.max()) + 1), source=str(path)
-    )
+    experts = experts or int(ids.max()) + 1
+    if experts > MAX_EXPERTS:
+        raise _unreadable(path, f"{experts} experts")
+    return routed(count_ids(ids, experts=experts), source=str(path))
 
 
 def count_ids(ids: np.ndarray, *, experts: int) -> np.ndarray:

@@ -19,7 +19,7 @@ from sglang.kdtree.bench.client import (
 )
 from sglang.kdtree.bench.longctx import PromptMaker, parse_contexts
 from sglang.kdtree.bench.text import KINDS, load_source
-from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError
+from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError, require_at_least
 from sglang.kdtree.optional import require
 from sglang.kdtree.probe.reproducer import (
     FILE_PATTERN,
@@ -99,6 +99,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Any) -> Result:
+    require_at_least("--limit", args.limit, 0)
+    require_at_least("--steps", args.steps, 1)
+    require_at_least("--output-tokens", args.output_tokens, 8)
+    parse_contexts(args.contexts)
     return offline(args.dump, args.limit) if args.dump else online(args, console)
 
 
