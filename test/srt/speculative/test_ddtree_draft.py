@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draft candidates of a head that is split over ranks: those of the whole head, whatever the shards' widths."""
 
+import multiprocessing
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from sglang.srt.speculative.ddtree_draft import top_candidates
+from sglang.srt.speculative.ddtree_draft import DraftCandidates, top_candidates
 
 HIDDEN = 16
 
 
 def make_head(weight, start, *, padding=0):
     """A rank's shard of the vocabulary, with rows of padding that would win every comparison."""
-    padded = torch.cat([weight, torch.full((padding, HIDDEN), 100.0)])
+    padded = torch.cat([weight, torch.full((padding, HIDDEN), 100.0, device=weight.device)])
     shard = SimpleNamespace(num_org_elements=len(weight), org_vocab_start_index=start)
     return SimpleNamespace(weight=padded, shard_indices=shard)
 
@@ -22,25 +26,27 @@ class Group:
     """One rank's view of an all-gather whose other ranks run in the same process, one after the other."""
 
     def __init__(self, world_size):
-        self.world_size, self.parts, self.calls = world_size, {}, 0
-
-    def rank(self):
-        self.calls = 0
-        return self
+        self.world_size, self.parts = world_size, []
 
     def all_gather(self, tensor, dim):
-        parts = self.parts.setdefault(self.calls, [])
-        parts.append(tensor)
-        self.calls += 1
-        return torch.cat(parts, dim=dim)
+        self.parts.append(tensor)
+        # The ranks before the last one only add their parts; what they go on with is nobody's.
+        return torch.cat(self.parts + [tensor] * (self.world_size - len(self.parts)), dim=dim)
 
 
 def gather(hidden, heads, num_ranks):
-    """What the last rank computes; the ranks before it only add their parts."""
+    """What the last rank computes."""
     group = Group(len(heads))
-    for head in heads[:-1]:
-        top_candidates(hidden, head, num_ranks, group.rank())
-    return top_candidates(hidden, heads[-1], num_ranks, group.rank())
+    results = [top_candidates(hidden, head, num_ranks, group) for head in heads]
+    assert [part.shape for part in group.parts] == [(len(hidden), 2 * num_ranks + 1)] * len(heads)
+    return results[-1]
+
+
+def make_shards(weight, widths):
+    """A head for each width. All are padded to the same number of rows, which would win every comparison."""
+    rows = max(widths) + 1
+    starts = [sum(widths[:i]) for i in range(len(widths))]
+    return [make_head(weight[s : s + w], s, padding=rows - w) for s, w in zip(starts, widths, strict=True)]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 5, 40])
@@ -54,20 +60,60 @@ def test_one_rank_ignores_padding(num_ranks):
     assert ids.dtype == torch.int64 and log_probs.dtype == torch.float32
 
 
-@pytest.mark.parametrize("widths", [(20, 20), (25, 15), (38, 2), (14, 13, 13)])
-@pytest.mark.parametrize("num_ranks", [1, 6, 13])
-def test_shards_give_the_whole_vocabulary(widths, num_ranks):
-    """Uneven shards and padded rows. A shard may hold fewer tokens than there are ranks."""
-    torch.manual_seed(1)
-    hidden, weight = torch.randn(5, HIDDEN), torch.randn(40, HIDDEN)
-    heads, start = [], 0
-    for width in widths:
-        heads.append(make_head(weight[start : start + width], start, padding=max(widths) - width))
-        start += width
-    log_probs, ids = gather(hidden, heads, num_ranks)
-    expected = (hidden @ weight.T).log_softmax(-1).topk(num_ranks)
-    torch.testing.assert_close(log_probs, expected.values)
+@settings(deadline=None, max_examples=80)
+@given(
+    widths=st.lists(st.integers(1, 30), min_size=2, max_size=8), rows=st.integers(1, 9), wanted=st.integers(1, 64)
+)  # fmt: skip
+@example(widths=[38, 2], rows=5, wanted=13)
+@example(widths=[1, 1, 1, 37], rows=2, wanted=40)
+def test_shards_give_the_whole_vocabulary(widths, rows, wanted):
+    """Shards of any widths, with rows of padding. A shard may hold fewer tokens than there are ranks."""
+    vocabulary = sum(widths)
+    num_ranks = min(wanted, vocabulary)
+    generator = torch.Generator().manual_seed(vocabulary * 64 + num_ranks)
+    hidden, weight = (torch.randn(n, HIDDEN, generator=generator) for n in (rows, vocabulary))
+    log_probs, ids = gather(hidden, make_shards(weight, widths), num_ranks)
+    logits = hidden @ weight.T
+    expected = logits.log_softmax(-1).topk(num_ranks)
+    torch.testing.assert_close(log_probs, expected.values, rtol=1e-5, atol=2e-5)
     assert torch.equal(ids, expected.indices)
+    assert ids.dtype == torch.int64 and (log_probs <= 0).all()
+
+
+def run_rank(rank, store, widths, num_ranks, results):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=len(widths))
+
+    class Gloo:
+        world_size = len(widths)
+
+        def all_gather(self, tensor, dim):
+            parts = [torch.empty_like(tensor) for _ in widths]
+            dist.all_gather(parts, tensor.contiguous())
+            return torch.cat(parts, dim=dim)
+
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, HIDDEN, generator=generator) for n in (6, sum(widths)))
+    log_probs, ids = top_candidates(hidden, make_shards(weight, widths)[rank], num_ranks, Gloo())
+    expected = (hidden @ weight.T).log_softmax(-1).topk(num_ranks)
+    close = torch.allclose(log_probs, expected.values, rtol=1e-5, atol=2e-5)
+    results.put((rank, close, torch.equal(ids, expected.indices), log_probs.tolist()))
+    dist.destroy_process_group()
+
+
+def test_two_gloo_ranks_get_the_same_whole_vocabulary(tmp_path):
+    """Processes and a real collective; the bits of the ids pass through it as float32."""
+    fork = multiprocessing.get_context("fork")
+    results = fork.Queue()
+    arguments = (str(tmp_path / "store"), [33, 7], 9, results)
+    ranks = [fork.Process(target=run_rank, args=(rank, *arguments), daemon=True) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    answers = sorted(results.get(timeout=600) for _ in ranks)
+    for process in ranks:
+        process.join(timeout=600)
+    assert [(rank, close, equal) for rank, close, equal, _ in answers] == [(0, True, True), (1, True, True)]
+    assert answers[0][3] == answers[1][3], "ranks must build the same tree: bit for bit the same scores"
 
 
 def test_a_quantised_head_goes_through_its_method():
@@ -82,3 +128,54 @@ def test_a_quantised_head_goes_through_its_method():
     expected = (hidden @ weight.T).log_softmax(-1).topk(4)
     torch.testing.assert_close(log_probs, expected.values)
     assert torch.equal(ids, expected.indices)
+
+
+BLOCK = 4
+
+
+def make_candidates(head, num_ranks=5, **more):
+    return DraftCandidates(
+        lm_head=head, block_size=BLOCK, num_ranks=num_ranks, tp_group=Group(1), device=torch.device("cpu"), **more
+    )
+
+
+def test_the_roots_position_has_no_candidates():
+    torch.manual_seed(2)
+    hidden, weight = torch.randn(3 * BLOCK, HIDDEN), torch.randn(40, HIDDEN)
+    log_probs, ids = make_candidates(make_head(weight, 0)).of(hidden)
+    expected = (hidden.view(3, BLOCK, HIDDEN)[:, 1:] @ weight.T).log_softmax(-1).topk(5)
+    torch.testing.assert_close(log_probs, expected.values)
+    assert torch.equal(ids, expected.indices)
+
+
+def check_tail(device, run):
+    """A tail that was built once serves every later batch, smaller ones too, at the same addresses."""
+    torch.manual_seed(3)
+    head = make_head(torch.randn(40, HIDDEN).to(device), 0)
+    candidates = make_candidates(head, max_batch_size=4)
+    candidates.log_probs, candidates.ids = candidates.log_probs.to(device), candidates.ids.to(device)
+    hidden = torch.randn(4 * BLOCK, HIDDEN, device=device)
+    replay = run(lambda: candidates(hidden))
+    addresses = [t.data_ptr() for t in candidates.captured(4)]
+    for batch_size in (4, 1, 3):
+        hidden.copy_(torch.randn(4 * BLOCK, HIDDEN))
+        replay()
+        for captured, eager in zip(candidates.captured(batch_size), candidates.of(hidden), strict=True):
+            assert torch.equal(captured, eager[:batch_size])
+    assert [t.data_ptr() for t in candidates.captured(4)] == addresses
+
+
+def test_the_tail_of_a_draft_graph():
+    check_tail("cpu", lambda step: step)
+
+
+@pytest.mark.gpu
+def test_the_tail_of_a_captured_draft_graph():
+    def capture(step):
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        return graph.replay
+
+    check_tail("cuda", capture)

@@ -4,6 +4,8 @@ vocabulary, from a head whose vocabulary is split over the ranks."""
 
 from __future__ import annotations
 
+from typing import Optional
+
 import torch
 
 from sglang.srt.speculative.dflash_utils import is_dense_head_weight
@@ -14,8 +16,11 @@ def top_candidates(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden [n, d] -> (log-probabilities fp32 [n, k], token ids int64 [n, k]), best first.
 
-    k is num_ranks, or the vocabulary where that is smaller. A rank of the group sends its
-    own k best and its log-sum-exp, never its logits.
+    k is num_ranks, at most the vocabulary. Capture-safe: fixed shapes, no host read.
+
+    A rank of the group sends its own k best and its log-sum-exp, never its logits: one
+    all-gather of 2k + 1 numbers a row. All ranks choose from the same numbers, so they
+    choose the same.
     """
     logits, first_token = local_logits(hidden, lm_head)
     norm = logits.logsumexp(dim=-1, keepdim=True)
@@ -27,11 +32,14 @@ def top_candidates(
     short = num_ranks - best.shape[-1]
     best = torch.nn.functional.pad(best, (0, short), value=float("-inf"))
     token = torch.nn.functional.pad(token, (0, short))
-    best = tp_group.all_gather(best, dim=-1)
-    token = tp_group.all_gather(token, dim=-1)
-    norm = tp_group.all_gather(norm, dim=-1).logsumexp(dim=-1, keepdim=True)
-    best, order = best.topk(num_ranks, dim=-1)
-    return best - norm, token.gather(-1, order)
+    as_bits = token.int().view(torch.float32)
+    parts = tp_group.all_gather(torch.cat([best, as_bits, norm], dim=-1), dim=-1)
+    parts = parts.unflatten(-1, (tp_group.world_size, 2 * num_ranks + 1))
+    best, as_bits, norm = parts.split([num_ranks, num_ranks, 1], dim=-1)
+    norm = norm.squeeze(-1).logsumexp(dim=-1, keepdim=True)
+    best, order = best.flatten(1).topk(num_ranks, dim=-1)
+    token = as_bits.flatten(1).view(torch.int32).gather(-1, order)
+    return best - norm, token.long()
 
 
 def local_logits(
@@ -46,3 +54,62 @@ def local_logits(
     else:
         logits = lm_head.quant_method.apply(lm_head, hidden, None)[:, :size]
     return logits.float(), 0 if shard is None else int(shard.org_vocab_start_index)
+
+
+class DraftCandidates:
+    """The candidates of a batch of draft blocks, eager or at the tail of a draft graph.
+
+    ``__call__`` is the tail: it writes buffers of fixed addresses, which ``captured``
+    reads after a replay. ``of`` computes the same without them.
+    """
+
+    def __init__(
+        self,
+        *,
+        lm_head: torch.nn.Module,
+        block_size: int,
+        num_ranks: int,
+        tp_group,
+        device: torch.device,
+        max_batch_size: Optional[int] = None,
+    ):
+        self.lm_head, self.tp_group = lm_head, tp_group
+        self.block_size, self.num_ranks = block_size, num_ranks
+        if max_batch_size is not None:
+            shape = (max_batch_size, block_size - 1, num_ranks)
+            self.log_probs = torch.empty(shape, dtype=torch.float32, device=device)
+            self.ids = torch.zeros(shape, dtype=torch.int64, device=device)
+
+    def of(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [b * L, d] of blocks of L -> log-probabilities fp32 and token ids int64,
+        both [b, L - 1, K], best first. A block's first position is the root: no draft.
+        """
+        drafts = hidden.view(-1, self.block_size, hidden.shape[-1])[:, 1:]
+        log_probs, ids = top_candidates(
+            drafts.reshape(-1, hidden.shape[-1]),
+            self.lm_head,
+            self.num_ranks,
+            self.tp_group,
+        )
+        shape = (drafts.shape[0], self.block_size - 1, self.num_ranks)
+        return log_probs.view(shape), ids.view(shape)
+
+    def __call__(self, hidden_states: torch.Tensor, input_ids=None) -> None:
+        log_probs, ids = self.of(hidden_states)
+        self.log_probs[: log_probs.shape[0]].copy_(log_probs)
+        self.ids[: ids.shape[0]].copy_(ids)
+
+    def captured(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the last replay wrote; the next one writes over it."""
+        return self.log_probs[:batch_size], self.ids[:batch_size]
+
+
+def is_capture_safe(lm_head: torch.nn.Module) -> bool:
+    """Whether the head's product can be part of a graph, as upstream judges it."""
+    from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
+
+    return is_dense_head_weight(
+        getattr(lm_head, "weight", None)
+    ) or should_apply_lm_head_quant_method(
+        lm_head, getattr(lm_head, "quant_method", None)
+    )
