@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many nodes a step verifies: the decision by itself, and over simulated texts against chain and fixed trees."""
+
+import heapq
+import json
+import math
+import random
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang.srt.speculative.ddtree_budget import (
+    HYSTERESIS,
+    MAX_LIMIT,
+    AdaptiveBudget,
+    CostTable,
+    Option,
+    StepRow,
+    bracket,
+    choose_option,
+    load_costs,
+    monotone,
+    options_up_to,
+    parse_budget,
+)
+
+BLOCK = 8
+OPTIONS = options_up_to(32, BLOCK)
+WIDTHS = tuple(sorted({option.width for option in OPTIONS}))
+
+
+def table(step_ms, node_ms=0.0, batch_sizes=(1,), contexts=(0,)):
+    """The same time at every batch size and context."""
+    plane = tuple(tuple(tuple(map(float, step_ms)) for _ in contexts) for _ in batch_sizes)
+    nodes = tuple(tuple(float(node_ms) for _ in contexts) for _ in batch_sizes)
+    return CostTable(batch_sizes=batch_sizes, contexts=contexts, widths=WIDTHS, step_ms=plane, node_ms=nodes)
+
+
+def test_options_start_with_the_chain_and_end_with_the_widest_tree():
+    def described(num_nodes, block):
+        return [(o.width, o.is_chain) for o in options_up_to(num_nodes, block)]
+
+    assert described(32, 8) == [(8, True), (4, False), (8, False), (16, False), (32, False)]
+    assert described(48, 8) == [(8, True), (4, False), (8, False), (16, False), (32, False), (48, False)]
+    assert described(8, 8) == [(8, True), (4, False), (8, False)]
+    assert described(2, 2) == [(2, True), (2, False)]
+
+
+positive = st.floats(0.01, 100)
+amounts = st.lists(st.tuples(st.floats(1, 1000), positive), min_size=2, max_size=7)
+
+
+@settings(deadline=None)
+@given(pairs=amounts, data=st.data())
+def test_the_choice_is_never_worse_than_the_chain_nor_the_best_but_by_the_hysteresis(pairs, data):
+    tokens, costs = zip(*pairs, strict=True)
+    current = data.draw(st.integers(0, len(pairs) - 1))
+    chosen = choose_option(tokens, costs, current)
+    rates = [t / c for t, c in pairs]
+    assert rates[chosen] * HYSTERESIS >= max(rates)
+    assert chosen == current or rates[chosen] == max(rates)
+    # A tree is chosen anew only where it beats the chain outright.
+    assert chosen in (0, current) or rates[chosen] > rates[0]
+    # It is the same wherever it is computed, and it does not flip back.
+    assert choose_option(tokens, costs, chosen) == chosen
+
+
+@settings(deadline=None)
+@given(
+    axis=st.lists(st.integers(0, 10**6), min_size=1, max_size=6, unique=True).map(sorted), value=st.integers(0, 10**6)
+)
+def test_bracket(axis, value):
+    below, above, share = bracket(axis, value)
+    assert 0 <= share <= 1 and 0 <= below <= above < len(axis)
+    between = axis[below] * (1 - share) + axis[above] * share
+    assert between == pytest.approx(min(max(value, axis[0]), axis[-1]))
+
+
+def test_costs_between_points_are_linear_and_beyond_them_the_edge():
+    costs = CostTable(
+        batch_sizes=(1, 5), contexts=(100, 200), widths=(4, 8),
+        step_ms=(((1.0, 2.0), (3.0, 4.0)), ((5.0, 6.0), (7.0, 8.0))), node_ms=((0.0, 1.0), (2.0, 3.0)),
+    )  # fmt: skip
+    costs.check([4, 8])
+    assert costs.step(1, 100, 4) == 1.0 and costs.step(1, 150, 8) == 3.0 and costs.step(3, 100, 4) == 3.0
+    assert costs.step(3, 150, 8) == 5.0 and costs.step(100, 10**6, 8) == 8.0 and costs.step(1, 0, 8) == 2.0
+    assert costs.node(3, 150) == 1.5
+
+
+TABLE = dict(batch_sizes=[1], contexts=[0], widths=[4, 8], step_ms=[[[1.0, 2.0]]], node_ms=[[0.0]])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(widths=[8, 4]), r"widths must ascend from 0 or more, got \(8, 4\)"),
+        (dict(contexts=[]), "contexts must ascend"),
+        (dict(batch_sizes=[-1]), "batch_sizes must ascend"),
+        (dict(step_ms=[[[1.0]]]), r"step_ms must be \[batch size\]\[context\]\[width\]"),
+        (dict(node_ms=[[0.0], [0.0]]), r"node_ms \[batch size\]\[context\], of the sizes"),
+        (dict(step_ms=[[[0.0, 2.0]]]), "step_ms above 0"),
+        (dict(node_ms=[[-1.0]]), "node_ms not below it"),
+        (dict(widths=[4, 9]), r"it has widths \[4, 9\], and this server also verifies \[8\]"),
+        (dict(width=[4]), "no cost table in .*width"),
+        (dict(step_ms=[[["fast", 2.0]]]), "no cost table in .*step_ms"),
+    ],
+)
+def test_mistakes_in_a_cost_table_are_named(tmp_path, change, message):
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(TABLE))
+    load_costs(str(file)).check([4, 8])
+    file.write_text(json.dumps(TABLE | change))
+    with pytest.raises(ValueError, match=message):
+        load_costs(str(file)).check([4, 8])
+
+
+def test_parse_budget():
+    assert parse_budget(None, 16) == 16 and parse_budget("auto", 16) is None and parse_budget("16", 16) == 16
+    for wrong in ("1", "17", "-4", "", "8.5", "AUTO"):
+        with pytest.raises(ValueError, match="^DDTREE.*--speculative-ddtree-budget"):
+            parse_budget(wrong, 16)
+
+
+def test_a_narrower_step_is_not_taken_for_slower():
+    assert monotone([1.0, 3.0, 2.0, 4.0]) == (1.0, 2.0, 2.0, 4.0)
+
+
+def row(gains, drafts=1, chain_drafts=1, rid="a", **more):
+    return StepRow(rid=rid, gains=gains, drafts=drafts, chain_drafts=chain_drafts, chain_is_open=False, **more)
+
+
+def test_nodes_that_cost_more_than_they_bring_are_left_out():
+    """A step commits 3 tokens in 10 ms; a node of 1 ms has to bring 0.3 of a token."""
+    budget = AdaptiveBudget(OPTIONS, table([10] * len(WIDTHS), node_ms=1.0))
+    gains = (1.0, 1.0, 1.5, 1.8, 2.0)
+    budget.learn(Option(8), [row(gains, drafts=1.5, chain_drafts=1.0)])
+    decision = budget.choose(["a"], 0)
+    assert decision.option == Option(32)
+    assert decision.min_log_prob == pytest.approx(math.log(0.3))
+    dear = AdaptiveBudget(OPTIONS, table([10] * len(WIDTHS), node_ms=100.0))
+    dear.learn(Option(8), [row(gains, drafts=1.5, chain_drafts=1.0)])
+    assert dear.choose(["a"], 0).min_log_prob == MAX_LIMIT
+    free = AdaptiveBudget(OPTIONS, table([10] * len(WIDTHS)))
+    free.learn(Option(8), [row(gains, drafts=1.5, chain_drafts=1.0)])
+    assert free.choose(["a"], 0).min_log_prob == -math.inf
+
+
+def test_requests_are_forgotten():
+    budget = AdaptiveBudget(OPTIONS, table([10] * len(WIDTHS)))
+    gains = (1.0, 1.0, 1.5, 1.8, 2.0)
+    budget.learn(Option(8), [row(gains, rid="a"), row(gains, rid="b"), row(gains, rid="c", is_last=True)])
+    assert set(budget.curves) == {"a", "b"}
+    budget.forget("a")
+    budget.forget("never seen")
+    budget.learn(Option(8), [row(gains, rid="b", is_last=True)])
+    assert not budget.curves
+
+
+def test_the_mix_of_requests_decides():
+    """Two requests of unlike texts, each alone and together, at a cost that grows with the width."""
+    costs = table([10, 10, 12, 30])
+    budget = AdaptiveBudget(OPTIONS, costs)
+    wide, narrow = (2.0, 1.0, 2.0, 2.5, 12.0), (1.0, 0.9, 1.0, 1.05, 1.1)
+    for _ in range(40):
+        budget.learn(Option(8), [row(wide, 2.0, 2.0, "wide"), row(narrow, 1.0, 1.0, "narrow")])
+    assert budget.choose(["wide"], 0).option.width == 32
+    assert budget.choose(["narrow"], 0).option.width <= 8
+    assert budget.choose(["wide"] + ["narrow"] * 9, 0).option.width <= 8
+
+
+# Simulated texts. A text has, for each depth, the probabilities of the ranks; the drafter tells them sharpened or
+# flattened, so that what it promises is not what happens.
+
+RANKS = 4
+
+
+def text(head, sharpen=1.0, decay=0.5):
+    """head: probability of the best candidate. -> (true probabilities, told ones), by rank"""
+    rest = [decay**r for r in range(RANKS - 1)]
+    true = [head, *((1 - head) * 0.9 * r / sum(rest) for r in rest)]
+    told = [p**sharpen for p in true]
+    return true, [p / (sum(told) / sum(true)) for p in told]
+
+
+TEXTS = {
+    "copied": text(0.97),
+    "code": text(0.75),
+    "branching": text(0.45, decay=0.8),
+    "prose": text(0.2),
+    "told too sure": text(0.4, sharpen=2.0),
+    "told too unsure": text(0.7, sharpen=0.5),
+}
+COSTS = {
+    "rows are free": [10, 10, 10, 10],
+    "rows cost a little": [10, 10.2, 10.8, 12],
+    "rows are all there is": [4, 8, 16, 32],
+    "a step, then rows": [12, 16, 24, 40],
+}
+
+
+@cache
+def trees_of(name):
+    """By width: the set of rank paths, best first by what the drafter tells, and its promise."""
+    told = TEXTS[name][1]
+    heap, paths = [(-told[0], (0,))], []
+    while len(paths) < WIDTHS[-1] - 1:
+        weight, path = heapq.heappop(heap)
+        paths.append((path, -weight))
+        if path[-1] + 1 < RANKS:
+            heapq.heappush(heap, (weight / told[path[-1]] * told[path[-1] + 1], (*path[:-1], path[-1] + 1)))
+        if len(path) < BLOCK - 1:
+            heapq.heappush(heap, (weight * told[0], (*path, 0)))
+    trees = {w: ({p for p, _ in paths[: w - 1]}, sum(x for _, x in paths[: w - 1])) for w in WIDTHS}
+    chain = {(0,) * d for d in range(1, BLOCK)}
+    return trees, (chain, sum(told[0] ** d for d in range(1, BLOCK)))
+
+
+def promises(name):
+    trees, chain = trees_of(name)
+    return tuple(chain[1] if o.is_chain else trees[o.width][1] for o in OPTIONS)
+
+
+def accept(paths, truth):
+    length = 0
+    while length < len(truth) and tuple(truth[: length + 1]) in paths:
+        length += 1
+    return length
+
+
+def simulate(names, costs, steps, seed=0, lag=2):
+    """-> tokens per millisecond of: the adaptive budget, the chain, the best fixed tree. names(i): text of step i."""
+    rng = random.Random(seed)
+    budget, pending = AdaptiveBudget(OPTIONS, costs), []
+    ours, fixed = [0.0, 0.0], {option: [0.0, 0.0] for option in OPTIONS}
+    for i in range(steps):
+        name = names(i)
+        true = TEXTS[name][0]
+        # RANKS = none of the candidates
+        truth = rng.choices(range(RANKS + 1), [*true, 1 - sum(true)], k=BLOCK - 1)
+        trees, chain = trees_of(name)
+        drafts = {o: accept(chain[0] if o.is_chain else trees[o.width][0], truth) for o in OPTIONS}
+        option = budget.choose(["a"], 0).option
+        for totals, taken in [(ours, option), *((fixed[o], o) for o in OPTIONS)]:
+            totals[0] += 1 + drafts[taken]
+            totals[1] += costs.step(1, 0, taken.width)
+        chain_drafts = drafts[OPTIONS[0]]
+        length = drafts[option] + 1  # what is committed tells no more of the chain
+        is_open = chain_drafts >= length and length < BLOCK - 1
+        result = StepRow("a", promises(name), drafts[option], min(chain_drafts, length), is_open)
+        pending.append((option, [result]))
+        if len(pending) >= lag:  # counts arrive after the next step was chosen
+            budget.learn(*pending.pop(0))
+    rates = {option: tokens / ms for option, (tokens, ms) in fixed.items()}
+    return ours[0] / ours[1], rates[OPTIONS[0]], max(rates.values())
+
+
+@pytest.mark.parametrize("cost", COSTS)
+@pytest.mark.parametrize("name", TEXTS)
+def test_never_two_per_cent_slower_than_the_chain(name, cost):
+    adaptive, chain, best = simulate(lambda i: name, table(COSTS[cost]), steps=1500)
+    assert adaptive >= 0.98 * chain
+    assert adaptive >= 0.96 * best, "a fixed tree is better"
+
+
+@pytest.mark.parametrize("cost", COSTS)
+def test_texts_that_change_are_followed(cost):
+    """A text of another kind every 100 steps: as a whole still not slower than the chain."""
+    kinds = list(TEXTS)
+    adaptive, chain, _ = simulate(lambda i: kinds[i // 100 % len(kinds)], table(COSTS[cost]), steps=2400, seed=1)
+    assert adaptive >= 0.98 * chain
+
+
+def test_branching_pays_where_rows_are_free():
+    adaptive, chain, _ = simulate(lambda i: "branching", table(COSTS["rows are free"]), steps=1000)
+    assert adaptive > 1.2 * chain
+
+
+def test_equal_inputs_give_equal_decisions():
+    """Ranks decide for themselves, from numbers that they share."""
+    costs = table(COSTS["a step, then rows"], node_ms=0.01)
+    first, second = AdaptiveBudget(OPTIONS, costs), AdaptiveBudget(OPTIONS, costs)
+    rng = random.Random(5)
+    for _ in range(300):
+        name = rng.choice(list(TEXTS))
+        rids = rng.sample("abcdef", 3)
+        decisions = [budget.choose(rids, 1000) for budget in (first, second)]
+        assert decisions[0] == decisions[1]
+        rows = [row(promises(name), rng.randrange(8), rng.randrange(8), rid) for rid in rids]
+        for budget in (first, second):
+            budget.learn(decisions[0].option, rows)
