@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES
+from sglang.srt.arg_groups.fields.kdtree.verify import default_verify_mode
 from sglang.srt.arg_groups.overrides import record_foreign_defaults, resolving_view
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.ddtree_args import resolve_ddtree_args
@@ -52,6 +53,7 @@ def resolve(args):
 def test_fields_land_in_their_namespaces():
     namespaces = ServerArgs._NS_BY_FIELD
     assert namespaces["speculative_ddtree_topk"] == "spec"
+    assert namespaces["speculative_ddtree_budget"] == namespaces["speculative_ddtree_costs"] == "spec"
     assert namespaces["kdtree_verify"] == "exec.kernel"
     assert namespaces["kv_defrag"] == "memory"
 
@@ -88,9 +90,17 @@ def test_unknown_choices_are_refused(arguments, capsys):
     assert f"argument {arguments[0]}" in capsys.readouterr().err
 
 
-def test_drafts_run_on_the_reference_and_never_on_kdtree():
-    assert "torch_reference" in DRAFT_ATTENTION_BACKEND_CHOICES
-    assert "kdtree_sm120" not in DRAFT_ATTENTION_BACKEND_CHOICES
+def test_the_environment_sets_the_default_of_the_mode(fresh_process, monkeypatch):
+    code = "from sglang.srt.server_args import ServerArgs; print(ServerArgs(model_path='x').kdtree_verify)"
+    assert fresh_process(code, KDTREE_VERIFY="off").stdout.endswith("off\n")
+    monkeypatch.setenv("KDTREE_VERIFY", "maybe")
+    with pytest.raises(ValueError, match="KDTREE_VERIFY is 'maybe'; use one of off, validate, on"):
+        default_verify_mode()
+
+
+def test_a_drafter_that_names_no_backend_keeps_its_targets():
+    """A name that is not in this list becomes flashinfer, with a warning in the log."""
+    assert {"torch_reference", "kdtree_sm120"} <= set(DRAFT_ATTENTION_BACKEND_CHOICES)
 
 
 def test_ddtree_fills_in_its_defaults(make_args):
@@ -112,6 +122,32 @@ def test_ddtree_keeps_what_was_given(make_args):
     assert args.speculative_num_draft_tokens == 128
     assert args.max_running_requests == 256
     assert args.speculative_draft_attention_backend == "triton"
+
+
+@pytest.mark.parametrize(
+    ("fields", "nodes"),
+    [
+        (dict(speculative_ddtree_budget="24"), 24),
+        (dict(speculative_ddtree_budget="4"), 8),  # the draft block needs its slots
+        (dict(speculative_ddtree_budget="4", speculative_num_draft_tokens=32), 32),
+        (dict(speculative_ddtree_budget="auto"), 32),
+        (dict(speculative_ddtree_budget="auto", speculative_num_draft_tokens=64), 64),
+    ],
+)
+def test_the_budget_is_at_most_the_width_that_is_reserved(make_args, fields, nodes):
+    args = resolve(make_args(**fields))
+    assert args.speculative_num_draft_tokens == nodes
+    assert args.speculative_ddtree_budget == fields["speculative_ddtree_budget"]
+
+
+def test_a_supplied_cost_table_has_the_widths_of_the_server(make_args, tmp_path):
+    file = tmp_path / "costs.json"
+    table = dict(batch_sizes=[1], contexts=[0], widths=[4, 8, 16], step_ms=[[[1, 2, 3]]], node_ms=[[0]])
+    file.write_text(json.dumps(table))
+    fields = dict(speculative_ddtree_budget="auto", speculative_ddtree_costs=str(file))
+    resolve(make_args(**fields, speculative_num_draft_tokens=16))
+    with pytest.raises(ValueError, match=r"it has widths \[4, 8, 16\], and this server also verifies \[32\]"):
+        resolve(make_args(**fields))
 
 
 def test_a_block_larger_than_the_default_tree_makes_the_tree_larger(make_args):
@@ -142,7 +178,15 @@ REFUSED = [
     (dict(enable_unified_memory=True), "does not support --enable-unified-memory"),
     (dict(enable_mixed_chunk=True), "does not support --enable-mixed-chunk"),
     (dict(speculative_adaptive=True), "does not support --speculative-adaptive"),
-    (dict(speculative_draft_window_size=64), "does not support --speculative-draft-window-size"),
+    (dict(enable_return_hidden_states=True), "does not return hidden states"),
+    (dict(return_hidden_states_mode="last"), "does not return hidden states"),
+    (dict(speculative_draft_window_size=7), "--speculative-draft-window-size is at least .* block of 8 tokens, got 7"),
+    (dict(speculative_ddtree_budget="1"), "--speculative-ddtree-budget between 2 and .*, 128; got 1"),
+    (dict(speculative_ddtree_budget="17", speculative_num_draft_tokens=16), "budget between 2 and .*, 16; got 17"),
+    (dict(speculative_ddtree_budget="129"), "--speculative-ddtree-budget between 2 and .*, 128; got 129"),
+    (dict(speculative_ddtree_budget="many"), "--speculative-ddtree-budget is auto or a number, got 'many'"),
+    (dict(speculative_ddtree_costs="x.json"), "--speculative-ddtree-costs needs --speculative-ddtree-budget auto"),
+    (dict(speculative_ddtree_budget="auto", speculative_ddtree_costs="/no/x.json"), "no cost table in /no/x.json"),
     (dict(speculative_accept_threshold_single=0.5), "accepts exact samples only"),
     (dict(speculative_accept_threshold_acc=0.5), "accepts exact samples only"),
     (dict(device="xpu"), "runs on cuda and cpu, not on xpu"),

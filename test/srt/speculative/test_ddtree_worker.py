@@ -10,15 +10,10 @@ import sgl_kernel_sm120
 from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-from sglang.srt.speculative import ddtree_worker
-from sglang.srt.speculative.ddtree_worker import (
-    DDTreeWorker,
-    check_tree_ops,
-    host_lens,
-    kv_buffers_of,
-    refuse_verify_backend,
-    usable_ranks,
-)
+from sglang.srt.speculative import ddtree_checks
+from sglang.srt.speculative.ddtree_checks import check_tree_ops, kv_buffers_of, refuse_verify_backend
+from sglang.srt.speculative.ddtree_step import host_lens, node_rows, usable_ranks
+from sglang.srt.speculative.ddtree_worker import DDTreeWorker
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 PREFIXES, NODES = [5, 2], 4
@@ -35,12 +30,13 @@ def make_step():
     return SimpleNamespace(
         prefix_lens=torch.tensor(PREFIXES),
         batch_size=2,
+        num_nodes=NODES,
         max_lens_cpu=torch.tensor([11, 7]),  # an upper bound
     )
 
 
 def tree_mask(backend, tree):
-    worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=backend), num_nodes=NODES)
+    worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=backend))
     return DDTreeWorker.tree_mask(worker, make_step(), tree)
 
 
@@ -80,8 +76,7 @@ def test_a_stock_backend_gets_rows_of_prefix_and_draft(tree):
 
 
 def test_accepted_nodes_are_rows_of_the_packed_batch():
-    worker = SimpleNamespace(num_nodes=NODES)
-    assert DDTreeWorker.node_rows(worker, torch.tensor([[0, 2], [0, 1]])).tolist() == [[0, 2], [4, 5]]
+    assert node_rows(torch.tensor([[0, 2], [0, 1]]), NODES).tolist() == [[0, 2], [4, 5]]
 
 
 def test_kv_buffers_have_a_row_a_slot():
@@ -108,25 +103,25 @@ def test_a_backend_without_a_mask_is_refused():
 
 
 def test_a_hybrid_target_is_refused(monkeypatch):
-    monkeypatch.setattr(ddtree_worker, "mambaish_config", lambda config: object())
+    monkeypatch.setattr(ddtree_checks, "mambaish_config", lambda config: object())
     runner = SimpleNamespace(model=SimpleNamespace(lm_head=object()), model_config=None)
     with pytest.raises(ValueError, match="does not support hybrid"):
-        ddtree_worker.refuse_target(runner)
+        ddtree_checks.refuse_target(runner)
 
 
 def test_a_target_without_a_head_is_refused():
     runner = SimpleNamespace(model=SimpleNamespace(), model_config=None)
     with pytest.raises(ValueError, match="drafts with the target's lm_head, and SimpleNamespace has none"):
-        ddtree_worker.refuse_target(runner)
+        ddtree_checks.refuse_target(runner)
 
 
 @pytest.mark.parametrize("part", ["selector", "lilicorr", "_is_domino"])
 def test_a_drafter_with_a_chain_head_is_refused(part):
     worker = SimpleNamespace(selector=None, lilicorr=None, _is_domino=False)
-    ddtree_worker.refuse_drafter(worker)
+    ddtree_checks.refuse_drafter(worker)
     setattr(worker, part, True)
     with pytest.raises(ValueError, match="needs a plain DFlash drafter"):
-        ddtree_worker.refuse_drafter(worker)
+        ddtree_checks.refuse_drafter(worker)
 
 
 def test_the_tree_ops_are_tried_at_start_up(monkeypatch):

@@ -2,9 +2,10 @@
 """Nothing of a DDTREE step reads a tensor back to the host, where on a GPU the scheduler would wait for it.
 
 Every torch operator of the step is watched while it runs on the CPU; the operators of sgl_kernel_sm120, which are not
-torch's on a GPU, are not.
+torch's on a GPU, are not. On a GPU torch itself watches, in its sync debug mode.
 """
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,8 @@ import sgl_kernel_sm120
 from sglang.srt.layers.attention.kdtree_metadata import combined_indices, combined_indptr
 from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.speculative.ddtree_draft import top_candidates
+from sglang.srt.speculative.ddtree_budget import Decision, Option
+from sglang.srt.speculative.ddtree_draft import DraftCandidates
 from sglang.srt.speculative.ddtree_sampling import adjust_logits, target_tokens
 from sglang.srt.speculative.ddtree_worker import DDTreeWorker
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
@@ -72,14 +74,22 @@ class GumbelSampler:
 class Plan:
     """A step's window of slots, as KVLocPlan hands it out."""
 
+    def __init__(self, device):
+        self.device = device
+
     def write_ids(self, translator):
-        return torch.arange(BATCH * NODES)
+        return torch.arange(BATCH * NODES, device=self.device)
 
 
 class Worker(SimpleNamespace):
     """What a step reads of a worker. The drafter's KV writer is upstream's: its inputs are kept instead."""
 
-    node_rows, tree_mask, commit = DDTreeWorker.node_rows, DDTreeWorker.tree_mask, DDTreeWorker.commit
+    tree_mask, build_tree, count, commit = (
+        DDTreeWorker.tree_mask,
+        DDTreeWorker.build_tree,
+        DDTreeWorker.count,
+        DDTreeWorker.commit,
+    )
 
     def _draft_write_ids(self, plan):
         return plan.write_ids(None)
@@ -88,50 +98,81 @@ class Worker(SimpleNamespace):
         self.written = written
 
 
-def make_backend(layout):
+def make_backend(layout, device):
     if layout == "FULL_MASK":  # a stock backend, without a layout of its own
         return SimpleNamespace(verify_mask=None)
-    buffer = torch.zeros(BATCH * NODES * NODES, dtype=torch.uint8)
+    buffer = torch.zeros(BATCH * NODES * NODES, dtype=torch.uint8, device=device)
     static = VerifyMask(buffer=buffer, mode=TreeMaskMode.QLEN_ONLY, max_bs=BATCH)
     return SimpleNamespace(verify_mask=static, tree_mask_mode=TreeMaskMode.QLEN_ONLY)
 
 
+@contextlib.contextmanager
+def no_read_back(device):
+    if device == "cpu":
+        with NoReadBack():
+            yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+TREE, CHAIN = Option(width=NODES), Option(width=DEPTH + 1, is_chain=True)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("layout", ["QLEN_ONLY", "FULL_MASK"])
-def test_a_step(greedy, layout):
-    prefix, rows = torch.tensor([5, 2]), torch.tensor([1, 0])
-    table = torch.arange(60, dtype=torch.int32).view(2, 30)
-    head = SimpleNamespace(weight=torch.randn(VOCAB, HIDDEN))
-    draft_hidden, logits = torch.randn(BATCH * DEPTH, HIDDEN), torch.randn(BATCH * NODES, VOCAB)
-    root, info = torch.tensor([3, 4]), make_info(greedy)
+@pytest.mark.parametrize("option", [TREE, CHAIN], ids=["tree", "chain"])
+def test_a_step(device, greedy, layout, option):
+    with torch.device(device):
+        prefix, rows = torch.tensor([5, 2]), torch.tensor([1, 0])
+        table = torch.arange(60, dtype=torch.int32).view(2, 30)
+        head = SimpleNamespace(weight=torch.randn(VOCAB, HIDDEN))
+        draft_hidden = torch.randn(BATCH * (DEPTH + 1), HIDDEN)
+        nodes, info = option.width, make_info(greedy)
+        logits = torch.randn(BATCH * nodes, VOCAB)
+        kv = [torch.randn(BATCH * NODES + 1, 4) for _ in range(3)]
+        hidden = torch.arange(BATCH * nodes, dtype=torch.float32)[:, None].expand(-1, HIDDEN)
+        root, first_accepts = torch.tensor([3, 4]), torch.tensor([[True], [False]])
     step = SimpleNamespace(
-        prefix_lens=prefix, batch_size=BATCH, plan=Plan(), num_nodes=NODES, max_path=DEPTH + 1,
+        prefix_lens=prefix, batch_size=BATCH, plan=Plan(device), num_nodes=nodes, max_path=DEPTH + 1, window=NODES,
+        root=root, decision=Decision(option, min_log_prob=-50.0),
         max_lens_cpu=SimpleNamespace(sum=lambda: 13 + 10),  # a host tensor on a GPU too: may be read
     )  # fmt: skip
-    kv = [torch.randn(BATCH * NODES + 1, 4) for _ in range(3)]
-    runner = SimpleNamespace(attn_backend=make_backend(layout), kv_index_translator=None)
-    worker = Worker(num_nodes=NODES, max_path=DEPTH + 1, model_runner=runner, kv_buffers=kv)
-    hidden = torch.arange(BATCH * NODES, dtype=torch.float32)[:, None].expand(-1, HIDDEN)
+    runner = SimpleNamespace(attn_backend=make_backend(layout, device), kv_index_translator=None)
+    worker = Worker(
+        num_nodes=NODES, model_runner=runner, kv_buffers=kv, is_adaptive=True, report=None,
+        budget=SimpleNamespace(options=(CHAIN, TREE)),
+    )  # fmt: skip
+    candidates = DraftCandidates(
+        lm_head=head, block_size=DEPTH + 1, num_ranks=RANKS, tp_group=SimpleNamespace(world_size=1), device=device
+    )
     before = [buffer.clone() for buffer in kv]
-    with NoReadBack():
-        log_probs, ids = top_candidates(draft_hidden, head, RANKS, SimpleNamespace(world_size=1))
-        shape = (BATCH, DEPTH, RANKS)
-        tree = sgl_kernel_sm120.ddtree_build(root, ids.view(shape), log_probs.view(shape), NODES)
+    with no_read_back(device):
+        log_probs, ids = candidates.of(draft_hidden)
+        tree = worker.build_tree(step, log_probs, ids)
         mask, _ = worker.tree_mask(step, tree)
-        combined_indices(table, rows, combined_indptr(prefix, NODES), 40)
-        adjust_logits(logits, info, NODES, None)
+        combined_indices(table, rows, combined_indptr(prefix, nodes), 40)
+        adjust_logits(logits, info, nodes, None)
         positions = (prefix[:, None] + tree.depth).reshape(-1)
-        wanted = target_tokens(logits, info, positions, NODES, GumbelSampler())
+        wanted = target_tokens(logits, info, positions, nodes, GumbelSampler())
         # Of the two requests the first accepts a path, whatever the target wanted.
         child = tree.tokens.gather(1, tree.first_child.clamp(min=0).long())
-        wanted = torch.where(torch.tensor([[True], [False]]), child, wanted)
-        accepted = sgl_kernel_sm120.tree_accept(tree.tokens, tree.parents, wanted, DEPTH + 1)
+        wanted = torch.where(first_accepts, child, wanted)
+        accepted = sgl_kernel_sm120.tree_accept(tree.tokens, tree.parents, wanted, step.max_path)
         worker.commit(step, accepted, hidden)
-    assert mask.numel() == (BATCH * NODES * NODES if layout == "QLEN_ONLY" else (13 + 10) * NODES)
+        counted = worker.count(step, tree, log_probs, ids, accepted)
+    assert mask.numel() == (BATCH * nodes * nodes if layout == "QLEN_ONLY" else (13 + 10) * nodes)
+    assert counted.counts.shape == (BATCH, 6) and counted.promised.shape == (BATCH, 2)
     assert int(accepted.accept_len[0]) > 1
     for request, path in enumerate(accepted.path.tolist()):
         for column, node in enumerate(path):
-            to, source = request * NODES + column, request * NODES + node
+            to, source = request * NODES + column, request * NODES + node  # slots
             assert all(torch.equal(now[to], then[source]) for now, then in zip(kv, before, strict=True))
-            assert int(worker.written["target_hidden"][request * (DEPTH + 1) + column, 0]) == source
+            row = request * (DEPTH + 1) + column
+            assert int(worker.written["target_hidden"][row, 0]) == request * nodes + node
     assert worker.written["positions"].view(BATCH, -1).tolist() == [[5, 6, 7, 8], [2, 3, 4, 5]]

@@ -124,6 +124,13 @@ def refuse_unsupported(args: Any) -> None:
         (args.enable_mixed_chunk, "does not support --enable-mixed-chunk"),
         (args.speculative_adaptive, "does not support --speculative-adaptive"),
         (
+            args.enable_return_hidden_states
+            or args.enable_return_aux_hidden_states
+            or args.return_hidden_states_mode is not None,
+            "does not return hidden states (--enable-return-hidden-states, "
+            "--enable-return-aux-hidden-states, --return-hidden-states-mode)",
+        ),
+        (
             args.speculative_accept_threshold_single != 1.0
             or args.speculative_accept_threshold_acc != 1.0,
             "accepts exact samples only: leave --speculative-accept-threshold-single "

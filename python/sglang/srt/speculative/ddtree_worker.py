@@ -9,8 +9,8 @@ verifies a tree instead of a chain.
     commit   target KV of the path to the front of the window           sgl_kernel_sm120
              the drafter's KV anew, from the path's hidden states
 
-Shapes are fixed by N, the block size L and the batch size; nothing is read back to the
-host.
+Shapes are fixed by the number of nodes N, the block size L and the batch size; nothing is
+read back to the host. N is chosen before the step, from counts of earlier ones.
 """
 
 from __future__ import annotations
@@ -18,36 +18,53 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, List, Optional
 
-import msgspec
 import sgl_kernel_sm120
 import torch
 from sgl_kernel_sm120 import Acceptance, DraftTree
 
-from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.layers.attention.kdtree_metadata import full_mask
-from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-from sglang.srt.mem_cache.torch_kv_pool import TorchMHATokenToKVPool
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardBatch,
-    ForwardMode,
-    enable_num_token_non_padded,
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
+from sglang.srt.speculative.ddtree_block import draft_forward_batch
+from sglang.srt.speculative.ddtree_budget import (
+    AdaptiveBudget,
+    Decision,
+    FixedBudget,
+    options_up_to,
+    parse_budget,
 )
-from sglang.srt.runtime_context import get_parallel, get_spec
-from sglang.srt.speculative.ddtree_draft import top_candidates
+from sglang.srt.speculative.ddtree_checks import (
+    check_tree_ops,
+    kv_buffers_of,
+    refuse_drafter,
+    refuse_target,
+    refuse_verify_backend,
+    verify_backend_of,
+)
+from sglang.srt.speculative.ddtree_costs import cost_table
+from sglang.srt.speculative.ddtree_draft import DraftCandidates, is_capture_safe
 from sglang.srt.speculative.ddtree_info import DDTreeVerifyInput
-from sglang.srt.speculative.ddtree_sampling import adjust_logits, target_tokens
-from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
-from sglang.srt.speculative.dflash_worker_v2 import (
-    DFlashWorkerV2,
-    _resolve_dflash_embedding_module,
+from sglang.srt.speculative.ddtree_report import (
+    DDTreeReport,
+    StepCounts,
+    count_step,
+    promised_drafts,
+    report_labels,
 )
+from sglang.srt.speculative.ddtree_sampling import adjust_logits, target_tokens
+from sglang.srt.speculative.ddtree_step import (
+    TreeStep,
+    host_lens,
+    node_rows,
+    usable_ranks,
+)
+from sglang.srt.speculative.ddtree_widths import VerifyWidths
+from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_sampling_mask import SpeculativeSamplingMaskCapture
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import (
@@ -58,28 +75,8 @@ from sglang.srt.speculative.spec_utils import (
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
 
 logger = logging.getLogger(__name__)
-
-
-class TreeStep(msgspec.Struct, frozen=True):
-    """One decode step's fixed inputs."""
-
-    batch: ScheduleBatch
-    carried: DFlashDraftInputV2
-    prefix_lens: torch.Tensor  # [b] committed tokens
-    max_lens_cpu: torch.Tensor  # [b] on the host: at least prefix_lens + N
-    plan: KVLocPlan  # the window of N slots behind each prefix
-
-    @property
-    def batch_size(self) -> int:
-        return self.prefix_lens.numel()
-
-    @property
-    def root(self) -> torch.Tensor:
-        """int64 [b]: the bonus token of the step before."""
-        return self.carried.bonus_tokens.view(-1)
 
 
 class DDTreeWorker(DFlashWorkerV2):
@@ -94,19 +91,35 @@ class DDTreeWorker(DFlashWorkerV2):
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
         refuse_drafter(self)
         check_tree_ops(torch.device(self.device))
-        # Nodes on a path, the root included.
-        self.max_path = min(int(self.block_size), self.num_nodes)
         self.num_ranks = usable_ranks(
             spec.speculative_ddtree_topk,
             self.num_nodes,
             int(self.model_runner.model_config.vocab_size),
         )
+        width = parse_budget(spec.speculative_ddtree_budget, self.num_nodes)
+        self.is_adaptive = width is None
+        # An adaptive one replaces it as soon as steps can be timed.
+        self.budget = FixedBudget(self.num_nodes if width is None else width)
+        self.report: Optional[DDTreeReport] = None
+        self.widths = VerifyWidths(self.model_runner)
+        self.candidates = self.make_candidates()
         self.kv_buffers: List[torch.Tensor] = []  # the target's, once it has a pool
         logger.info(
-            "DDTREE: %d nodes, %d ranks of each of %d draft positions.",
+            "DDTREE: %d nodes at most, budget %s, %d ranks of each of %d draft positions.",
             self.num_nodes,
+            width or "auto",
             self.num_ranks,
             self.block_size - 1,
+        )
+
+    def make_candidates(self, **more) -> DraftCandidates:
+        return DraftCandidates(
+            lm_head=unwrap_lora_layer(self.target_worker.model_runner.model.lm_head),
+            block_size=int(self.block_size),
+            num_ranks=self.num_ranks,
+            tp_group=get_parallel().tp_group,
+            device=torch.device(self.device),
+            **more,
         )
 
     def init_attention_backends(self):
@@ -114,13 +127,34 @@ class DDTreeWorker(DFlashWorkerV2):
         self.kv_buffers = kv_buffers_of(self.model_runner.token_to_kv_pool)
         refuse_verify_backend(verify_backend_of(self.model_runner.attn_backend))
 
+    def init_cuda_graphs(self):
+        super().init_cuda_graphs()
+        options = self.budget.options
+        if self.is_adaptive:
+            options = options_up_to(self.num_nodes, int(self.block_size))
+        if torch.device(self.device).type != "cpu":
+            self.widths.capture(option.width for option in options)
+        if self.is_adaptive:
+            self.budget = AdaptiveBudget(options, cost_table(self, options))
+        self.report = DDTreeReport(self.budget, self.num_ranks, report_labels())
+
+    def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
+        self.budget.forget(rid)
+
     # What of the parent assumes a chain.
 
     def _defer_target_verify_gather(self):
         return None  # acceptance reads the logits of every node
 
     def _maybe_build_draft_sampler(self):
-        return None  # the parent's folds a greedy head into the draft graph
+        """The tail of the draft graph: the parent's takes the best token alone."""
+        candidates = self.make_candidates(
+            max_batch_size=max(get_exec().graph.cuda_graph_config.decode.bs)
+        )
+        if not is_capture_safe(candidates.lm_head):
+            logger.info("DDTREE: the lm_head is quantised; candidates stay eager.")
+            return None
+        return candidates
 
     def _validate_phase1_sampling_support(self, batch: ScheduleBatch) -> None:
         """The parent warns here that it cannot sample. A node's token is sampled from
@@ -139,11 +173,13 @@ class DDTreeWorker(DFlashWorkerV2):
     ) -> GenerationBatchResult:
         mode = batch.forward_mode
         if mode.is_extend() or batch.is_extend_in_batch or mode.is_idle():
+            self.report.start(batch.reqs)
             return super().forward_batch_generation(
                 batch, on_publish, grammar_barrier, pp_proxy_tensors
             )
-        step = self.plan_step(batch)
-        tree = self.draft_tree(step)
+        step = self.plan_step(batch, self.choose(batch))
+        log_probs, ids = self.draft_candidates(step)
+        tree = self.build_tree(step, log_probs, ids)
         # Starts its copy to the host, which has to be ahead of the verify launch.
         grammar_tree = (
             GrammarTree.from_device(tree.first_child, tree.next_sibling, tree.tokens)
@@ -156,7 +192,7 @@ class DDTreeWorker(DFlashWorkerV2):
             step, tree, logits.next_token_logits, grammar_tree, grammar_barrier
         )
         accepted = sgl_kernel_sm120.tree_accept(
-            tree.tokens, tree.parents, wanted, self.max_path
+            tree.tokens, tree.parents, wanted, step.max_path
         )
         new_seq_lens = step.prefix_lens + accepted.accept_len.to(step.prefix_lens.dtype)
         if on_publish is not None:
@@ -164,6 +200,9 @@ class DDTreeWorker(DFlashWorkerV2):
         self.fill_logprobs(step, accepted, wanted, logits)
         self.commit(step, accepted, logits.hidden_states)
         logits.hidden_states = None  # keeps it out of the copy to the host
+        logits.auxiliary_device_output = self.count(
+            step, tree, log_probs, ids, accepted
+        )
         return GenerationBatchResult(
             logits_output=logits,
             next_token_ids=accepted.out_tokens.reshape(-1),
@@ -172,117 +211,117 @@ class DDTreeWorker(DFlashWorkerV2):
             next_draft_input=self._make_next_draft_input_decode(
                 bonus_tokens=accepted.bonus, new_seq_lens=new_seq_lens
             ),
-            speculative_num_draft_tokens=self.num_nodes,
-            speculative_output_stride=self.max_path,
+            speculative_num_draft_tokens=step.num_nodes,
+            speculative_output_stride=step.max_path,
             new_seq_lens=new_seq_lens,
             routed_experts_output=verified.routed_experts_output,
             indexer_topk_output=verified.indexer_topk_output,
         )
 
-    def plan_step(self, batch: ScheduleBatch) -> TreeStep:
+    def choose(self, batch: ScheduleBatch) -> Decision:
+        lens, _ = host_lens(batch, batch.spec_info, 0)
+        context = int(lens.sum()) // max(len(lens), 1)
+        return self.budget.choose([req.rid for req in batch.reqs], context)
+
+    def plan_step(self, batch: ScheduleBatch, decision: Decision) -> TreeStep:
         carried = batch.spec_info
         if not isinstance(carried, DFlashDraftInputV2):
             raise RuntimeError(
                 "DDTREE: the running batch carries "
                 f"{type(carried).__name__} instead of DFlashDraftInputV2."
             )
-        lens_cpu, max_lens_cpu = host_lens(batch, carried, self.num_nodes)
+        block_size = int(self.block_size)
+        window = max(decision.option.width, block_size)
+        lens_cpu, max_lens_cpu = host_lens(batch, carried, window)
         # The scheduler reserved the slots and wrote them behind the prefix.
         plan = self.model_runner.kv_index_translator.plan_uniform_extend(
             req_pool_indices=batch.req_pool_indices,
             seq_lens=batch.seq_lens,
             seq_lens_cpu=lens_cpu,
-            width=self.num_nodes,
+            width=window,
         )
         return TreeStep(
             batch=batch,
             carried=carried,
+            decision=decision,
+            block_size=block_size,
             prefix_lens=batch.seq_lens,
             max_lens_cpu=max_lens_cpu,
             plan=plan,
         )
 
-    def draft_tree(self, step: TreeStep) -> DraftTree:
-        log_probs, ids = self.draft_candidates(step)
-        return sgl_kernel_sm120.ddtree_build(step.root, ids, log_probs, self.num_nodes)
-
     def draft_candidates(self, step: TreeStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and token ids, both [b, L - 1, K], best first."""
-        lm_head = unwrap_lora_layer(self.target_worker.model_runner.model.lm_head)
+        """Log-probabilities and token ids, both [b, L - 1, K], best first. After a graph
+        they are its buffers: read them before the next step drafts."""
         with torch.inference_mode(), draft_tp_context(self.draft_parallel_layout):
-            hidden = self.draft_model_runner.forward(
-                self.draft_forward_batch(step)
-            ).logits_output.hidden_states
-            hidden = hidden.view(step.batch_size, int(self.block_size), -1)[:, 1:]
-            log_probs, ids = top_candidates(
-                hidden.reshape(-1, hidden.shape[-1]),
-                lm_head,
-                self.num_ranks,
-                get_parallel().tp_group,
-            )
-        shape = (step.batch_size, int(self.block_size) - 1, self.num_ranks)
-        return log_probs.view(shape), ids.view(shape)
+            drafted = self.draft_model_runner.forward(draft_forward_batch(self, step))
+            if self._draft_sampler is not None and drafted.can_run_graph:
+                return self._draft_sampler.captured(step.batch_size)
+            return self.candidates.of(drafted.logits_output.hidden_states)
 
-    def draft_forward_batch(self, step: TreeStep) -> ForwardBatch:
-        """The block [root, mask, mask, ...] behind each prefix."""
-        length, batch = int(self.block_size), step.batch
-        num_tokens = step.batch_size * length
-        ids = step.root.new_full((step.batch_size, length), int(self._mask_token_id))
-        ids[:, 0] = step.root
-        embedding = unwrap_lora_layer(
-            _resolve_dflash_embedding_module(
-                self.draft_model, self.target_worker.model_runner.model
+    def build_tree(
+        self, step: TreeStep, log_probs: torch.Tensor, ids: torch.Tensor
+    ) -> DraftTree:
+        option, root = step.decision.option, step.root
+        if not option.is_chain:
+            return sgl_kernel_sm120.ddtree_build(
+                root,
+                ids,
+                log_probs,
+                option.width,
+                min_log_prob=step.decision.min_log_prob,
+                num_paths=self.num_nodes if self.is_adaptive else None,
             )
+        # What trees would bring is learnt while the chain is verified, too.
+        paths = sgl_kernel_sm120.ddtree_build(
+            root, ids, log_probs, 1, num_paths=self.num_nodes
         )
-        embeds = embedding(ids) * self._noise_embed_scale
-        forward_batch = ForwardBatch(
-            forward_mode=ForwardMode.TARGET_VERIFY,
-            batch_size=step.batch_size,
-            input_ids=ids.flatten(),
-            req_pool_indices=batch.req_pool_indices,
-            seq_lens=step.prefix_lens,
-            out_cache_loc=None,
-            seq_lens_sum=int(step.max_lens_cpu.sum()),
-            seq_lens_cpu=step.max_lens_cpu,
-            positions=(step.prefix_lens[:, None] + self._block_pos_offsets).flatten(),
-            input_embeds=embeds.view(num_tokens, -1),
-            spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=self._draft_block_spec_info,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-            num_token_non_padded=(
-                torch.full((), num_tokens, dtype=torch.int32, device=self.device)
-                if enable_num_token_non_padded()
-                else None
-            ),
-            global_num_token_non_padded_cpu=num_tokens,
-            can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
+        chain = sgl_kernel_sm120.ddtree_build(
+            root, ids[..., :1], log_probs[..., :1], option.width
         )
-        step.plan.bind(
-            forward_batch,
-            self.draft_model_runner.kv_index_translator,
-            cols=slice(0, length),
-        )
-        return forward_batch
+        return chain._replace(path_log_probs=paths.path_log_probs)
+
+    def count(
+        self,
+        step: TreeStep,
+        tree: DraftTree,
+        log_probs: torch.Tensor,
+        ids: torch.Tensor,
+        accepted: Acceptance,
+    ) -> StepCounts:
+        promised = None
+        if self.is_adaptive:
+            promised = promised_drafts(
+                log_probs, tree.path_log_probs, self.budget.options
+            )
+        counts = count_step(tree, ids, accepted, step.num_nodes)
+        return StepCounts(self.report, step.decision.option, counts, promised)
 
     def verify(self, step: TreeStep, tree: DraftTree) -> GenerationBatchResult:
+        with self.widths.use(step.num_nodes):
+            return self.verify_tree(step, tree)
+
+    def verify_tree(self, step: TreeStep, tree: DraftTree) -> GenerationBatchResult:
         batch = step.batch
         mask, mask_mode = self.tree_mask(step, tree)
+        columns = None if step.window == step.num_nodes else slice(0, step.num_nodes)
         verify_input = DDTreeVerifyInput(
             draft_token=tree.tokens.reshape(-1),
             positions=(step.prefix_lens[:, None] + tree.depth).reshape(-1).long(),
-            draft_token_num=self.num_nodes,
+            draft_token_num=step.num_nodes,
             custom_mask=mask,
             tree_mask_mode=mask_mode,
-            max_tree_depth=self.max_path,
+            max_tree_depth=step.max_path,
             capture_hidden_mode=CaptureHiddenMode.FULL,
             kv_loc_plan=step.plan,
+            kv_loc_cols=columns,
         )
-        batch.out_cache_loc = step.plan.write_virtual
-        host_lens = batch.seq_lens_cpu, batch.seq_lens_sum
+        batch.out_cache_loc = step.plan.virtual_write_ids(cols=columns)
+        kept = batch.seq_lens_cpu, batch.seq_lens_sum
         batch.seq_lens_cpu = step.max_lens_cpu
         batch.seq_lens_sum = int(step.max_lens_cpu.sum())
         forward_batch, _ = verify_input.prepare_for_verify(batch, self.target_worker)
-        batch.seq_lens_cpu, batch.seq_lens_sum = host_lens
+        batch.seq_lens_cpu, batch.seq_lens_sum = kept
         return self.target_worker.forward_batch_generation(
             batch=None,
             forward_batch=forward_batch,
@@ -301,7 +340,7 @@ class DDTreeWorker(DFlashWorkerV2):
         mode = getattr(backend, "tree_mask_mode", TreeMaskMode.FULL_MASK)
         mask = tree.visible.flatten()
         if mode == TreeMaskMode.FULL_MASK:
-            max_cells = int(step.max_lens_cpu.sum()) * self.num_nodes
+            max_cells = int(step.max_lens_cpu.sum()) * step.num_nodes
             mask = full_mask(tree.visible, step.prefix_lens, max_cells)
         elif static is not None and static.fits(step.batch_size):
             mask = static.buffer[: mask.numel()].copy_(mask)
@@ -326,12 +365,12 @@ class DDTreeWorker(DFlashWorkerV2):
                 device=logits.device,
                 barrier=grammar_barrier,
             )
-        adjust_logits(logits, info, self.num_nodes, grammar_mask)
+        adjust_logits(logits, info, step.num_nodes, grammar_mask)
         wanted = target_tokens(
             logits,
             info,
             (step.prefix_lens[:, None] + tree.depth).reshape(-1),
-            self.num_nodes,
+            step.num_nodes,
             self.model_runner.sampler,
         )
         self._tp_sync.sync(
@@ -347,14 +386,14 @@ class DDTreeWorker(DFlashWorkerV2):
     def fill_logprobs(
         self, step: TreeStep, accepted: Acceptance, wanted: torch.Tensor, logits
     ) -> None:
-        rows = self.node_rows(accepted.path)
+        rows = node_rows(accepted.path, step.num_nodes)
         info = step.batch.sampling_info
         if info.sampling_mask_batch_indices is not None:
             capture = SpeculativeSamplingMaskCapture.from_logits(
                 info,
                 next_token_logits=logits.next_token_logits[rows.flatten()],
                 draft_input=step.carried,
-                draft_token_num=self.max_path,
+                draft_token_num=step.max_path,
                 bs=step.batch_size,
             )
             logits.sampling_mask_output = capture.build_output(
@@ -370,17 +409,19 @@ class DDTreeWorker(DFlashWorkerV2):
     ) -> None:
         if hidden is None:
             raise RuntimeError("DDTREE: the target returned no hidden states.")
-        rows = self.node_rows(accepted.path).flatten()
-        slots = step.plan.write_ids(self.model_runner.kv_index_translator).long()
-        front = slots.view(step.batch_size, self.num_nodes)[:, : self.max_path]
+        shape = (step.batch_size, step.window)
+        slots = step.plan.write_ids(self.model_runner.kv_index_translator)
+        slots = slots.long().view(shape)
         # The path is padded with column numbers: past its end a slot keeps its KV.
         sgl_kernel_sm120.kv_move_all_layers(
-            self.kv_buffers, front.reshape(-1), slots[rows]
+            self.kv_buffers,
+            slots[:, : step.max_path].reshape(-1),
+            slots.gather(1, accepted.path).flatten(),
         )
-        draft_slots = self._draft_write_ids(step.plan)
-        draft_slots = draft_slots.view(step.batch_size, self.num_nodes)
-        draft_slots = draft_slots[:, : self.max_path].contiguous()
-        chain = torch.arange(self.max_path, device=rows.device)
+        draft_slots = self._draft_write_ids(step.plan).view(shape)
+        draft_slots = draft_slots[:, : step.max_path].contiguous()
+        rows = node_rows(accepted.path, step.num_nodes).flatten()
+        chain = torch.arange(step.max_path, device=rows.device)
         self._append_target_hidden_to_draft_kv_by_loc(
             target_hidden=hidden.reshape(-1, hidden.shape[-1])[rows],
             cache_loc=draft_slots.flatten(),
@@ -388,100 +429,3 @@ class DDTreeWorker(DFlashWorkerV2):
             positions=(step.prefix_lens[:, None] + chain).flatten(),
             commit_lens=accepted.accept_len,
         )
-
-    def node_rows(self, path: torch.Tensor) -> torch.Tensor:
-        """[b, max_path]: rows of the packed [b * N, ...] tensors."""
-        first = torch.arange(path.shape[0], device=path.device) * self.num_nodes
-        return path + first[:, None]
-
-
-def host_lens(
-    batch: ScheduleBatch, carried: DFlashDraftInputV2, num_nodes: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[b] on the host, at least: the prefix lengths; the prefix lengths + num_nodes."""
-    if batch.seq_lens_cpu is not None:
-        return batch.seq_lens_cpu, batch.seq_lens_cpu + num_nodes
-    # Where no backend wants lengths on the host, what is reserved bounds both.
-    reserved = carried.nxt_kv_lens_cpu
-    if reserved is None:
-        reserved = torch.tensor([req.kv.kv_allocated_len for req in batch.reqs])
-    return reserved, reserved
-
-
-def usable_ranks(wanted: Optional[int], num_nodes: int, vocab_size: int) -> int:
-    """Ranks of a draft position that can become nodes, as far as the kernel goes."""
-    useful = min(num_nodes - 1, vocab_size)
-    ranks = min(wanted or useful, useful, sgl_kernel_sm120.tree.MAX_TOPK)
-    if wanted is None and ranks < useful:
-        logger.info(
-            "DDTREE: a tree of %d nodes could use %d ranks of a draft position; it gets "
-            "%d, the kernel's limit.",
-            num_nodes,
-            useful,
-            ranks,
-        )
-    return ranks
-
-
-def verify_backend_of(backend):
-    """The leaf backend that runs TARGET_VERIFY, under upstream's wrappers."""
-    from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
-
-    while isinstance(backend, HybridAttnBackend):
-        backend = backend._select_backend(ForwardMode.TARGET_VERIFY)
-    return backend
-
-
-def kv_buffers_of(pool) -> List[torch.Tensor]:
-    """The pool's per-layer buffers, a row a slot."""
-    # Other subclasses keep more for a slot (scales, index keys), which would stay behind.
-    if type(pool) is MLATokenToKVPool:
-        return list(pool.kv_buffer)
-    if type(pool) in (MHATokenToKVPool, TorchMHATokenToKVPool) and not pool.use_hnd:
-        return [*pool.k_buffer, *pool.v_buffer]
-    raise ValueError(
-        f"DDTREE cannot move accepted KV in a {type(pool).__name__}; it serves MLA and "
-        "MHA pools with a row a slot."
-    )
-
-
-def refuse_verify_backend(backend) -> None:
-    """An attention backend that drops the mask would verify the tree as a chain."""
-    if not hasattr(backend, "tree_mask_mode") and not isinstance(
-        backend, TritonAttnBackend
-    ):
-        raise ValueError(
-            f"DDTREE: {type(backend).__name__} verifies drafts here and carries no tree "
-            "mask; use --attention-backend kdtree_sm120, torch_reference or triton."
-        )
-
-
-def refuse_target(runner) -> None:
-    if getattr(runner.model, "lm_head", None) is None:
-        raise ValueError(
-            "DDTREE drafts with the target's lm_head, and "
-            f"{type(runner.model).__name__} has none."
-        )
-    if mambaish_config(runner.model_config) is not None:
-        raise ValueError(
-            "DDTREE does not support hybrid (linear attention or mamba) targets: a "
-            "recurrent state cannot follow a tree."
-        )
-
-
-def refuse_drafter(worker: DDTreeWorker) -> None:
-    if worker.selector is not None or worker.lilicorr is not None or worker._is_domino:
-        raise ValueError(
-            "DDTREE needs a plain DFlash drafter; this one has a head that drafts a "
-            "chain. Use --speculative-algorithm DFLASH."
-        )
-
-
-def check_tree_ops(device: torch.device) -> None:
-    """Fail at start-up, not at the first request, where an op has no kernel."""
-    root = torch.zeros(1, dtype=torch.int64, device=device)
-    candidate = torch.ones(1, 1, 1, dtype=torch.int64, device=device)
-    tree = sgl_kernel_sm120.ddtree_build(root, candidate, candidate.float() - 2, 2)
-    sgl_kernel_sm120.tree_accept(tree.tokens, tree.parents, tree.tokens, 2)
-    buffer = torch.zeros(1, 1, device=device)
-    sgl_kernel_sm120.kv_move_all_layers([buffer], root, root)

@@ -19,6 +19,17 @@ class KDTreeSpec(msgspec.Struct):
         "most; 1 is a chain. Default: num_draft_tokens - 1, all that can be of use, "
         "or 64 where that is less.",
     ] = None
+    speculative_ddtree_budget: A[
+        Optional[str],
+        "DDTREE only. How many nodes a step verifies, the root included: a number up to "
+        "--speculative-num-draft-tokens, which is the default, or auto = chosen before "
+        "each step from the drafter's scores and the measured cost of a step.",
+    ] = None
+    speculative_ddtree_costs: A[
+        Optional[str],
+        "DDTREE with --speculative-ddtree-budget auto only. A JSON file with the cost of "
+        "steps, see docs/ddtree.md; measured at start-up by default.",
+    ] = None
 
 
 FIELDS = KDTreeSpec
