@@ -15,12 +15,30 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("any machine")
 
-# The files that take longest, in seconds of an idle core: they start first, or one would run alone at the end.
-SECONDS: dict[str, int] = {}
+# The files that take longest, in seconds on an idle core: they start first, or one would run alone at the end.
+SECONDS = {
+    "e2e/test_small_model.py": 120,
+    "overlay/test_each_edit.py": 110,
+    "overlay/test_series.py": 100,
+    "kit/test_server.py": 90,
+    "srt/mem_cache/test_defrag_server.py": 80,
+    "e2e/test_oracle.py": 60,
+    "e2e/test_other_paths.py": 50,
+    "e2e/test_triton_interpreted.py": 50,
+    "e2e/test_bad_input.py": 50,
+    "overlay/test_wheel.py": 50,
+    "srt/test_loudness.py": 30,
+    "models/test_offline_walk.py": 30,
+    "kernels/test_build.py": 30,
+    "srt/test_torch_cpu_platform.py": 25,
+    "srt/mem_cache/test_churn_replay.py": 25,
+}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
+    gone = [name for name in SECONDS if not (here / name).exists()]
+    assert not gone, f"SECONDS names what is no file: {gone}"
     items.sort(key=lambda item: -SECONDS.get(item.path.relative_to(here).as_posix(), 0))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not cuda_is_available():
