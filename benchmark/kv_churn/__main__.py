@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import gc
 import json
 import os
 import platform
@@ -131,6 +132,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="figure over time; needs matplotlib")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    gc.set_threshold(50_000, 20, 100)  # As a server's: requests are many, and few of them are garbage.
     get_context().set_server_args(ServerArgs(model_path="none", device="cpu"))
 
     result = {**header(args), "results": [], "series": [], "alloc_free_pair": []}

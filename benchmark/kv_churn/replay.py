@@ -117,7 +117,7 @@ class _Work:
     brought up to date when somebody looks at it.
     """
 
-    __slots__ = ("req", "answer", "prints", "seen", "ends")
+    __slots__ = ("req", "answer", "prints", "seen", "ends", "grown")
 
     def __init__(self, index: int, trace: TraceRequest):
         self.req = Req(str(index), "", trace.prompt, _SAMPLING)
@@ -125,6 +125,7 @@ class _Work:
         self.prints = torch.from_numpy(fingerprints(trace.prompt + trace.answer))
         self.seen = 0  # Decode steps of the replay that ``req`` knows of.
         self.ends = 0  # The decode step that gives it its last token.
+        self.grown = 0  # Its length is this much more than the decode steps so far.
 
     def remaining(self) -> int:
         """Tokens to come, of a request that is up to date."""
@@ -183,6 +184,7 @@ class Replay:
         self.prints = torch.zeros(self.rows.req_to_token.shape, dtype=torch.int64)
         self.decoded = 0  # Decode steps so far.
         self.next_end = 0  # The step that ends one of the running requests.
+        self.ends_total = 0  # The sum of the steps that end them.
         self.metrics = DefragMetrics(None)
         self.defragmenter = self._build_defragmenter(mode, budget_bytes)
         self.total = Totals()
@@ -209,6 +211,7 @@ class Replay:
             **tier0,
         )
 
+    @torch.inference_mode()  # As the scheduler's loops.
     def run(self, trace: Iterable[TraceRequest]) -> Outcome:
         series, total = Series(), self.total
         trace = iter(trace)
@@ -260,8 +263,7 @@ class Replay:
         if not self.waiting or len(self.running) >= self.max_running:
             return []
         self.allocator.create_prefill_budget(self.tree)
-        left = sum(work.ends for work in self.running) - self.decoded * len(self.running)
-        promised = left * PROMISE
+        promised = (self.ends_total - self.decoded * len(self.running)) * PROMISE
         batch, need = [], 0
         while self.waiting and len(self.running) + len(batch) < self.max_running:
             work = self.waiting[0]
@@ -306,6 +308,7 @@ class Replay:
             work.answer_one()
             work.seen = self.decoded
             work.ends = self.decoded + work.remaining()
+            work.grown = end - self.decoded
         return self._finish(batch)
 
     def _decode(self) -> None:
@@ -350,18 +353,17 @@ class Replay:
 
     def _set_running(self, running: list[_Work]) -> None:
         self.running = running
-        self.running_reqs = self._up_to_date()
+        self.running_reqs = [work.req for work in running]
+        self.ends_total = sum(work.ends for work in running)
         self.next_end = min((work.ends for work in running), default=0)
-        kvs = [req.kv for req in self.running_reqs]
-        self.row_index, self.lengths = torch.tensor(
-            [[kv.req_pool_idx for kv in kvs], [kv.kv_committed_len for kv in kvs]],
-            dtype=torch.int64,
-        )
+        self.row_index = torch.from_numpy(np.array([req.kv.req_pool_idx for req in self.running_reqs], dtype=np.int64))
+        lengths = np.array([work.grown for work in running], dtype=np.int64) + self.decoded
+        self.lengths = torch.from_numpy(lengths)
 
     def _up_to_date(self) -> list[Req]:
         for work in self.running:
             work.catch_up(self.decoded)
-        return [work.req for work in self.running]
+        return self.running_reqs
 
     # -- looking at it --
 

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real servers under churn: the tokens are those computed in torch without a server,
-whatever moves; after every step each slot has one owner; and slots did move.
+whatever moves; after every step each slot has one owner, and the ranks have the same
+slots; and slots did move.
 
 The pool is small, so that cached prefixes are evicted and read again all the time.
 """
 
 import json
 import re
+from typing import NamedTuple
 
 import pytest
 import requests
-from e2e.servers import MODELS, TARGET, Servers, meta, speculative, token_ids
+from e2e.servers import MODELS, TARGET, meta, speculative, token_ids
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.server
 
 COMMON = [
     *TARGET,
@@ -25,7 +27,8 @@ COMMON = [
     "--enable-metrics",
 ]
 DDTREE = [*speculative("DDTREE"), "--speculative-num-draft-tokens", "16"]
-# Two looks at the owners of all slots after each step: counts, and one by one.
+TP2 = ["--tp-size", "2", "--enable-metrics-for-all-schedulers"]
+# Upstream's two looks at the owners of all slots after each step, and ours.
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
@@ -33,11 +36,21 @@ STRICT = {
 GREEDY = {"temperature": 0.0, "max_new_tokens": 128, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory):
-    pool = Servers(tmp_path_factory.mktemp("defrag-servers"))
-    yield pool
-    pool.stop()
+class Case(NamedTuple):
+    tier: str
+    core: str
+    options: list[str]
+    ranks: int = 1
+
+
+CASES = {
+    "off": Case("off", "python", DDTREE),
+    "tier0": Case("tier0", "python", DDTREE),
+    "tier1": Case("tier1", "rust", DDTREE),
+    "tier1-normal-loop": Case("tier1", "python", ["--disable-overlap-schedule"]),
+    "tier1-tp2": Case("tier1", "rust", [*DDTREE, *TP2], ranks=2),
+}
+CORES = {"rust": "RustUnifiedTreeCore", "python": "UnifiedTreeCore"}
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +58,35 @@ def entries():
     return json.loads((MODELS / "expected_steps.json").read_text())["entries"][:24]
 
 
-def metric(server, name):
-    text = requests.get(f"{server.url}/metrics", timeout=30).text
-    values = re.findall(rf"^{re.escape(name)}{{.*}} (\S+)$", text, re.MULTILINE)
-    return [float(value) for value in values]
+@pytest.fixture(params=CASES)
+def case(request):
+    return CASES[request.param]
 
 
-def check_under_churn(server, entries):
+@pytest.fixture
+def server(servers, case):
+    env = STRICT | {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": case.core}
+    if case.ranks == 2:
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
+    flags = ["--kv-defrag", case.tier]
+    if case.tier == "tier1":
+        flags += ["--kv-defrag-copy-budget", "256K"]
+    return servers.get([*COMMON, *case.options, *flags], env)
+
+
+def by_rank(server, name):
+    """Rank -> value of a metric."""
+    text = requests.get(f"{server.url}/metrics", timeout=600).text
+    found = re.findall(rf'^{re.escape(name)}{{.*tp_rank="(\d+)".*}} (\S+)$', text, re.M)
+    return {int(rank): float(value) for rank, value in found}
+
+
+def ranks_that_say(log, text):
+    """Of one rank the lines have no rank in front."""
+    return sorted(int(rank or 0) for rank in re.findall(rf"^\[\S+ \S+?(?: TP(\d+))?\] {text}", log, re.M))
+
+
+def test_tokens_are_those_of_torch(server, case, entries):
     """Twice all prompts, in two orders: what a wave leaves in the cache is read, and
     evicted, by the next."""
     for wave in (entries, entries[::-1]):
@@ -60,29 +95,19 @@ def check_under_churn(server, entries):
     assert sum(meta(outputs, "cached_tokens")) > 0
     server.assert_all_slots_are_back()
 
-
-@pytest.mark.parametrize(
-    "tier, options",
-    [
-        ("tier0", DDTREE),
-        ("tier1", DDTREE),
-        ("tier1", ["--disable-overlap-schedule"]),
-        ("tier1", [*DDTREE, "--tp-size", "2"]),
-    ],
-    ids=["tier0-ddtree", "tier1-ddtree", "tier1-plain-normal-loop", "tier1-ddtree-tp2"],
-)
-def test_tokens_are_those_of_torch(servers, entries, tier, options):
-    env = STRICT
-    if "--tp-size" in options:
-        env = env | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    budget = ["--kv-defrag", tier, "--kv-defrag-copy-budget", "256K"]
-    server = servers.get([*COMMON, *options, *budget], env)
-    check_under_churn(server, entries)
-    log = server.log.read_text()
-    ranks = 2 if "--tp-size" in options else 1
-    assert log.count(f"KV defragmentation: {tier} active") == ranks
-    assert "KV relocation failed" not in log
-    moved = metric(server, "sglang:kv_defrag_bytes_moved_total")
-    if tier == "tier1":
-        assert moved and moved[0] > 0, "nothing was moved: the test shows nothing"
-        assert log.count("tier1 moves up to") == ranks
+    log, ranks = server.log.read_text(), list(range(case.ranks))
+    assert f"Tree Core: {CORES[case.core]}\n" in log
+    if case.tier == "off":
+        assert "KV defragmentation" not in log and not by_rank(server, "sglang:kv_defrag_runs_total")
+        return
+    assert ranks_that_say(log, f"KV defragmentation: {case.tier} active") == ranks
+    compared = " and compared between the ranks" if case.ranks > 1 else ""
+    assert ranks_that_say(log, f"KV slots are counted after every step{compared}\\.") == ranks
+    assert sorted(by_rank(server, "sglang:kv_runs_per_request")) == ranks
+    assert all(longest > 0 for longest in by_rank(server, "sglang:kv_longest_run_tokens").values())
+    if case.tier == "tier1":
+        assert ranks_that_say(log, "KV defragmentation: tier1 moves up to") == ranks
+        assert "KV relocation failed" not in log
+        moved = by_rank(server, "sglang:kv_defrag_bytes_moved_total")
+        assert sorted(moved) == ranks
+        assert len(set(moved.values())) == 1 and moved[0] > 0, "nothing was moved: the test shows nothing"

@@ -108,11 +108,17 @@ def test_tier1_refuses_what_keeps_slot_numbers(bag, field, value, option):
         assert type(select_allocator(upstream())) is ContiguousTokenAllocator
 
 
-def test_tier1_refuses_pipeline_parallelism():
-    with get_memory().override(kv_defrag="tier1"):
-        with get_parallel().override(pp_size=2, pp_rank=0, tp_rank=0, tp_size=1):
-            with pytest.raises(ValueError, match="--pp-size"):
-                select_allocator(upstream())
+@pytest.mark.parametrize(
+    "ranks, option",
+    [
+        (dict(pp_size=2, pp_rank=0, tp_rank=0, tp_size=1), "--pp-size"),
+        (dict(dcp_size=2, dcp_enabled=True), "--dcp-size"),
+    ],
+)
+def test_tier1_refuses_ranks_that_share_out_tokens_or_layers(ranks, option):
+    with get_memory().override(kv_defrag="tier1"), get_parallel().override(**ranks):
+        with pytest.raises(ValueError, match=f"{option}.*tier0"):
+            select_allocator(upstream())
 
 
 def test_a_wrong_budget_stops_the_server():

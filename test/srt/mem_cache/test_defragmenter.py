@@ -143,6 +143,7 @@ def test_a_crash_of_the_copy_leaves_everything_as_it_was():
     model.defrag.after_batch()
     model.defrag.mover = mock.Mock(pools=[model.pool, model.draft])
     assert model.defrag.failed
+    assert model.allocator.runs.lent is None, "the targets are ordinary free slots again"
     assert all(torch.equal(model._row(r), row) for r, row in zip(reqs, rows))
     model.check_all()
 
@@ -281,6 +282,31 @@ def test_without_tree_slots_only_private_ones_move():
         model.relocate()
     assert torch.equal(model._row(req)[:protected], before)
     model.check_all()
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        dict(beam_group=object()),
+        dict(session=object()),
+        dict(is_retracted=True),
+        dict(finished_reason=object()),
+        "chunked",
+    ],
+    ids=["beam", "session", "retracted", "finished", "chunked prefill"],
+)
+def test_requests_whose_slots_others_hold_are_left_alone(reason):
+    model = SlotModel()
+    left_alone, other = fragmented(model, length=24)
+    if reason == "chunked":
+        model.defrag.chunked_request = lambda: left_alone
+    else:
+        vars(left_alone).update(reason)
+    before = model._row(left_alone).clone()
+    for _ in range(20):
+        model.relocate()
+    assert torch.equal(model._row(left_alone), before)
+    assert model.runs_of(other) == 1, "the other one is moved"
 
 
 def test_path_values_cover_exactly_the_asked_positions():

@@ -37,8 +37,6 @@ def test_a_need_gets_the_tightest_run_or_the_fewest(slots, need, short_first):
     arranged = arrange(torch.tensor(list(slots)), short_runs_first=short_first)
     got = bring_forward(arranged, need, short_runs_first=short_first)
     assert sorted(got.tolist()) == sorted(slots)
-    taken = set(got[:need].tolist())
-    assert got[need:].tolist() == [slot for slot in arranged.tolist() if slot not in taken]
     runs = runs_of(sorted(slots))
     head = got[:need].tolist()
     assert head == sorted(head)
@@ -46,7 +44,9 @@ def test_a_need_gets_the_tightest_run_or_the_fewest(slots, need, short_first):
     if fitting:
         best = min(fitting, key=lambda run: (len(run), run[0]))
         assert head == best[:need]
+        assert got.tolist() == best + [slot for slot in arranged.tolist() if slot not in best]
         return
+    assert got[need:].tolist() == [slot for slot in arranged.tolist() if slot not in head]
     fewest, left = 0, need
     for run in sorted(runs, key=len, reverse=True):
         if left <= 0:

@@ -42,10 +42,11 @@ def bring_forward(
 ) -> torch.Tensor:
     """``units`` [n] with ``need`` <= n entries for one request moved to the front.
 
-    They are the first ones of the shortest run that holds them, of equals the first
-    in the list. Where none does, they come from the end of the list that has the
-    longest runs, which in a list by ``arrange`` is the fewest pieces, ascending. The
-    other entries keep their order. No sort but of the ``need`` entries.
+    The shortest run that holds them comes first, of equals the first in the list, so
+    that what is left of it follows: the request's next slots continue its run. Where
+    none holds them, they come from the end of the list that has the longest runs,
+    which in a list by ``arrange`` is the fewest pieces, ascending. The other entries
+    keep their order. No sort but of the ``need`` entries.
     """
     n = units.numel()
     if need == 0:
@@ -57,10 +58,12 @@ def bring_forward(
     tightest = torch.where(length >= need, length * n + at, none).min()
     longest = n - need if short_runs_first else 0
     start = torch.where(tightest < none, tightest % n, longest)
-    taken = units.index_select(0, start + at[:need])
-    rest = at[: n - need]
-    rest = units.index_select(0, rest + need * (rest >= start))
-    return torch.cat([torch.sort(taken).values, rest])
+    size = torch.where(tightest < none, tightest // n, need)
+    behind = at - size  # In the list without the entries that come first.
+    source = torch.where(at < size, at + start, behind + size * (behind >= start))
+    brought = units.index_select(0, source)
+    brought[:need] = torch.sort(brought[:need]).values
+    return brought
 
 
 def longest_runs(units: torch.Tensor, count: int) -> torch.Tensor:

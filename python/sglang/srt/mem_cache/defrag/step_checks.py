@@ -78,11 +78,11 @@ class StepChecks:
             return  # Their rows share slots on purpose.
         page = self.allocator.page_size
         free = self.allocator.get_all_free_pages()
-        owned = [self.tree_cache.all_values_flatten().to(free.device)[::page] // page]
+        cached = self.tree_cache.all_values_flatten().to(free.device)
         # The front of a row belongs to the tree; it ends with a whole page.
-        owned += [
-            slots[req.kv.cache_protected_len :: page] // page for req, slots in rows
-        ]
+        private = [slots[req.kv.cache_protected_len :] for req, slots in rows]
+        owned = [cached[::page] // page]
+        owned += [torch.unique(slots // page) for slots in private]
         owners = torch.bincount(
             torch.cat([free, *owned]), minlength=self.allocator.size // page + 1
         )

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks of debug mode find what they are there for."""
+
+import pytest
+import torch
+from srt.mem_cache.slot_model import SlotModel
+
+from sglang.srt.mem_cache.defrag.step_checks import StepChecks, checksum
+
+
+def checked(model, group=None):
+    return StepChecks(
+        allocator=model.allocator,
+        req_to_token_pool=model.rows,
+        tree_cache=model.tree,
+        owners=lambda: model.running,
+        group=group,
+    )
+
+
+@pytest.fixture(params=[1, 4], ids=["slots", "pages"])
+def model(request):
+    """Two requests that share a cached prefix and have slots of their own."""
+    model = SlotModel(page_size=request.param)
+    for own in (1, 2):
+        model.start([9] * 8 + [own] * 6)
+    for _ in range(9):
+        assert model.decode()
+    checked(model).after_step(1)
+    return model
+
+
+def test_two_owners_of_a_slot_are_found(model):
+    first, second = model.running
+    at = first.kv.kv_allocated_len - 1
+    model._row(second)[at] = model._row(first)[at]
+    with pytest.raises(RuntimeError, match="census: .* do not have exactly one owner; .*: 2"):
+        checked(model).after_step(2)
+
+
+def test_a_slot_that_is_owned_and_free_is_found(model):
+    row = model._row(model.running[0])
+    page = model.page_size
+    model.allocator.free_page_ids(row[-page + model.running[0].kv.kv_allocated_len :][:1].long() // page)
+    with pytest.raises(RuntimeError, match="census: 1 of"):
+        checked(model).after_step(2)
+
+
+def test_a_lost_slot_is_found(model):
+    assert model.allocator.alloc(model.page_size) is not None
+    with pytest.raises(RuntimeError, match="census: 1 of .*: 0"):
+        checked(model).after_step(2)
+
+
+def test_rows_that_share_slots_on_purpose_are_not_counted(model):
+    model.running[0].beam_group = object()
+    model.allocator.alloc(model.page_size)
+    checked(model).after_step(2)
+
+
+@pytest.fixture
+def other_rank(monkeypatch):
+    """What the second of two ranks sends: [0] changes a copy of the first one's numbers."""
+    change = [lambda numbers: None]
+
+    def all_gather(tensors, mine, group):
+        for tensor in tensors:
+            tensor.copy_(mine)
+        change[0](tensors[1])
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
+    return change
+
+
+@pytest.mark.parametrize("field", ["step", "req_to_token", "free_list"])
+def test_ranks_that_differ_are_found(model, other_rank, field):
+    checks = checked(model, group=object())
+    checks.after_step(7)
+
+    def differ(numbers):
+        numbers[["step", "req_to_token", "free_list"].index(field)] += 1
+
+    other_rank[0] = differ
+    with pytest.raises(RuntimeError, match=f"After step 7 .*rank 0 .*rank 1 .*{field}="):
+        checks.after_step(7)
+
+
+def test_each_row_and_the_order_of_the_free_list_are_in_the_sums(model, other_rank):
+    sent = []
+    other_rank[0] = lambda numbers: sent.append(numbers.tolist())
+    checks = checked(model, group=object())
+    checks.after_step(1)
+    head = model.allocator.runs.head
+    model.allocator.runs.head = head.flip(0)
+    checks.after_step(1)
+    assert sent[0][:2] == sent[1][:2] and sent[0][2] != sent[1][2]
+    model.decode()
+    checks.after_step(1)
+    assert sent[2][1] != sent[1][1]
+
+
+def test_a_checksum_is_of_values_and_order():
+    numbers = torch.arange(1, 2000)
+    swapped = numbers.clone()
+    swapped[[3, 4]] = numbers[[4, 3]]
+    other = numbers.clone()
+    other[7] += 1
+    sums = {checksum(n) for n in (numbers, swapped, other, numbers[1:], numbers.flip(0))}
+    assert len(sums) == 5
+    assert checksum(numbers.int()) == checksum(numbers) == checksum(torch.arange(1, 2000))
