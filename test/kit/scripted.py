@@ -16,6 +16,7 @@ class ScriptedServer:
         self.pages = {}
         self.requests = []
         self.headers = []
+        self.promised_length = None
         scripted = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -27,6 +28,8 @@ class ScriptedServer:
                 status, page = scripted.pages.get(self.path, (404, "no such page"))
                 page = page(body) if callable(page) else page
                 self.send_response(status)
+                if scripted.promised_length:
+                    self.send_header("Content-Length", str(scripted.promised_length))
                 self.end_headers()
                 if isinstance(page, list):
                     for message in page:

@@ -279,6 +279,9 @@ class TestBadServer:
             (['{"text": "a", "meta_in'], "complete JSON in every message"),
             ([{"text": "a", "meta_info": {"completion_tokens": 1, "prompt_tokens": 9}}], "[DONE]"),
             ([{"error": {"message": "too long"}}], "generated text"),
+            ([[1, 2]], "a JSON object"),
+            ([{"text": "a"}, "[DONE]"], "messages of the form of --api sglang"),
+            ([{"text": "a", "meta_info": None}, "[DONE]"], "messages of the form of --api sglang"),
         ],
     )
     def test_a_broken_stream(self, scripted, page, said):
@@ -286,6 +289,27 @@ class TestBadServer:
         with pytest.raises(KitError) as caught:
             Client(scripted.url).stream("x", max_tokens=4, temperature=0.0)
         assert said in caught.value.expected
+
+    @pytest.mark.parametrize("page", ["<html>", [1], {"count": "many"}])
+    def test_a_tokenizer_that_answers_something_else(self, scripted, cli_error, page):
+        """A page that is no JSON is an error; one without a count is a server that offers none."""
+        text = page if isinstance(page, str) else json.dumps(page)
+        scripted.pages |= {"/tokenize": (200, text), "/generate": (200, sglang_stream([1, 2], prompt_tokens=0))}
+        error = cli_error("bench", "longctx", "--url", scripted.url, "--contexts", "300")
+        assert error["expected"] == ("complete JSON" if page == "<html>" else "prompt_tokens in the answer")
+
+    @pytest.mark.parametrize("page", [{"data": None}, {"data": [1]}, [], {}])
+    def test_a_list_of_models_of_another_form(self, scripted, cli_error, page):
+        scripted.pages["/v1/models"] = (200, page if isinstance(page, dict) else json.dumps(page))
+        error = cli_error("bench", "longctx", "--url", scripted.url, "--api", "chat")
+        assert error["expected"] == "a list of served models"
+
+    def test_a_connection_that_breaks_in_the_middle(self, scripted):
+        """The server announces more than it sends."""
+        scripted.pages["/generate"] = (200, sglang_stream([1, 2], prompt_tokens=9)[:1])
+        scripted.promised_length = 10_000
+        with pytest.raises(KitError, match="in the middle"):
+            Client(scripted.url).stream("x", max_tokens=4, temperature=0.0)
 
     def test_a_refusal_is_passed_on(self, scripted):
         scripted.pages["/generate"] = (400, {"error": "input too long"})

@@ -227,6 +227,16 @@ class TestOnline:
     def test_another_mode(self, scripted, cli_error):
         assert "--kdtree-verify validate" in cli_error("probe", "verify", "--url", scripted.url)["remedy"]
 
+    @pytest.mark.parametrize(("status", "page"), [(200, "<html>not metrics</html>"), (500, "broken")])
+    def test_metrics_that_are_none(self, scripted, cli_error, status, page):
+        scripted.pages["/server_info"][1]["kdtree_verify"] = "validate"
+        scripted.pages["/metrics"] = (status, page)
+        assert cli_error("probe", "verify", "--url", scripted.url)["what"].endswith("/metrics")
+
+    @pytest.mark.parametrize(("argument", "value"), [("--steps", 0), ("--limit", "nan"), ("--output-tokens", 1)])
+    def test_numbers_out_of_range(self, scripted, cli_error, argument, value):
+        assert cli_error("probe", "verify", "--url", scripted.url, argument, value)["what"] == argument
+
     def test_without_metrics(self, scripted, cli_error):
         scripted.pages["/server_info"][1]["kdtree_verify"] = "validate"
         assert "--enable-metrics" in cli_error("probe", "verify", "--url", scripted.url)["remedy"]

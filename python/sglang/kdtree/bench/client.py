@@ -93,7 +93,10 @@ class Client:
         reply = self.get(path)
         if reply.status_code == 404:
             return None
-        self._check_status(reply, path)
+        self.check_status(reply, path)
+        return self._json(reply, path)
+
+    def _json(self, reply: requests.Response, path: str) -> Any:
         try:
             return reply.json()
         except requests.exceptions.JSONDecodeError as error:
@@ -112,15 +115,23 @@ class Client:
             json_body={"model": self.model, "prompt": prompt},
             timeout_s=300.0,
         )
-        return reply.json().get("count") if reply.status_code == 200 else None
+        if reply.status_code != 200:
+            return None
+        answer = self._json(reply, "/tokenize")
+        count = answer.get("count") if isinstance(answer, dict) else None
+        return count if type(count) is int else None
 
     def post(self, path: str) -> None:
-        self._check_status(self._send("POST", path, timeout_s=self.timeout_s), path)
+        self.check_status(self._send("POST", path, timeout_s=self.timeout_s), path)
 
     def facts(self) -> ServerFacts:
         """Who answers, checked against --model."""
         listed = self.get_json("/v1/models")
-        entries = listed.get("data", []) if isinstance(listed, dict) else []
+        entries = listed.get("data") if isinstance(listed, dict) else None
+        if not isinstance(entries, list) or not all(
+            isinstance(entry, dict) for entry in entries
+        ):
+            entries = []
         names = [entry.get("id") for entry in entries]
         if self.api != "sglang" and not names:
             raise KitError(
@@ -180,15 +191,22 @@ class Client:
         response = self._send(
             "POST", path, json_body=body, stream=True, timeout_s=self.timeout_s
         )
-        self._check_status(response, path)
+        self.check_status(response, path)
         started = finished = False
-        for message in sse_messages(
-            response.iter_lines(chunk_size=1), source=f"{self.url}{path}"
-        ):
+        source = f"{self.url}{path}"
+        for message in sse_messages(self._lines(response, source), source=source):
             if message is None:
                 finished = True
                 break
-            absorb(self.api, reply, message, at=self.clock())
+            try:
+                absorb(self.api, reply, message, at=self.clock())
+            except (AttributeError, KeyError, TypeError) as error:
+                raise KitError(
+                    what=source,
+                    expected=f"messages of the form of --api {self.api}",
+                    got=f"{json.dumps(message)[:120]} ({type(error).__name__}: {error})",
+                    remedy="Is another --api meant?",
+                ) from error
             if len(reply.events) == 1 and not started:
                 started = True
                 on_first_token()
@@ -200,6 +218,17 @@ class Client:
                 remedy="The server stopped in the middle: read its log.",
             )
         return reply
+
+    def _lines(self, response: requests.Response, source: str) -> Iterator[bytes]:
+        try:
+            yield from response.iter_lines(chunk_size=1)
+        except requests.exceptions.RequestException as error:
+            raise KitError(
+                what=source,
+                expected="a stream that ends with [DONE]",
+                got=f"{type(error).__name__} in the middle",
+                remedy="The server stopped or was too slow for --timeout: read its log.",
+            ) from error
 
     def _send(
         self, method: str, path: str, *, timeout_s: float, json_body=None, stream=False
@@ -227,7 +256,7 @@ class Client:
                 remedy="Start the server, or correct --url.",
             ) from error
 
-    def _check_status(self, response: requests.Response, path: str) -> None:
+    def check_status(self, response: requests.Response, path: str) -> None:
         if response.status_code in (401, 403):
             raise KitError(
                 what=f"{self.url}{path}",
@@ -292,6 +321,13 @@ def sse_messages(lines: Iterator[bytes], *, source: str) -> Iterator[dict | None
                 got=f"{payload[:80]!r} ({error.msg})",
                 remedy="Something between here and the server cut the stream.",
             ) from error
+        if not isinstance(message, dict):
+            raise KitError(
+                what=source,
+                expected="a JSON object in every message of the stream",
+                got=f"{payload[:80]!r}",
+                remedy="Is this an SGLang or OpenAI-compatible server?",
+            )
         if message.get("error"):
             raise KitError(
                 what=source,

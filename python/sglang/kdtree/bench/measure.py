@@ -34,7 +34,13 @@ def measure(reply: Reply) -> Measurement:
     Steps: the server's own count of verify steps where it tells one, else the messages that
     brought tokens (one a step, unless the network merged some).
     """
-    if len(reply.events) < 2 or not reply.prompt_tokens or not reply.completion_tokens:
+    at = [reply.sent_at, *(event.at for event in reply.events)]
+    if (
+        len(reply.events) < 2
+        or not reply.prompt_tokens
+        or not reply.completion_tokens
+        or not at[0] < at[1] < at[-1]
+    ):
         raise KitError(
             what="the server's stream",
             expected="token counts and at least two messages with tokens",

@@ -243,7 +243,16 @@ def validate_counters(client: Client) -> dict[str, dict[str, float]]:
             got="HTTP 404",
             remedy="Start the server with --enable-metrics.",
         )
-    return parse_counters(response.text)
+    client.check_status(response, "/metrics")
+    try:
+        return parse_counters(response.text)
+    except ValueError as error:
+        raise KitError(
+            what=f"{client.url}/metrics",
+            expected="Prometheus' text format",
+            got=f"{response.text[:80]!r}... ({error})",
+            remedy="Is this an SGLang server?",
+        ) from error
 
 
 def parse_counters(text: str) -> dict[str, dict[str, float]]:
