@@ -92,8 +92,8 @@ def main(argv: list[str] | None = None) -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(data, indent=1) + "\n")
     results.load(args.out)
-    plot.draw(data, args.out.with_suffix(".png"))
     print(table.acceptance_lengths(data), table.acceptance_adaptive(data), sep="\n\n")
+    plot.draw(data, args.out.with_suffix(".png"))
     return 0
 
 
