@@ -26,7 +26,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sgl_kernel_sm120
 from sglang.kdtree.plan.buffers import workspace_bytes
-from sglang.srt.layers.attention import kdtree_backend, kdtree_serving, kdtree_torch_backend, kdtree_triton_backend
+from sglang.srt.layers.attention import (
+    kdtree_backend,
+    kdtree_serving,
+    kdtree_torch_backend,
+    kdtree_triton_backend,
+    kdtree_triton_serving,
+)
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.layers.attention.kdtree_metadata import full_mask, visible_of_full_mask
 from sglang.srt.layers.attention.kdtree_triton_serving import tensor_bytes
@@ -435,6 +441,24 @@ def test_modes_that_need_the_stock_mask_add_its_size_alone(monkeypatch, mode, li
     full = 48 * 64 * (131_072 + 64)
     assert full < total < limit
     assert total - full < 0.5e9
+
+
+def test_scratch_is_enough_for_both_widths_that_are_served(monkeypatch):
+    """A step of one token a request can need more than one of many."""
+    sizes = {1: 3000, 4: 1000}
+    monkeypatch.setattr(
+        kdtree_triton_serving, "mla_tree_verify_workspace_bytes", lambda b, s_q, h_q, device: sizes[s_q] * b
+    )
+    backend = make_backend(monkeypatch)
+    assert backend.workspace.numel() == 3000 * MAX_REQUESTS
+
+
+@pytest.mark.parametrize("width", [2, 3, 5])
+def test_another_width_in_an_eager_step_is_not_the_kernels(monkeypatch, stock, width):
+    backend = make_backend(monkeypatch)
+    batch = batch_of([3], [5], chain_input(width), width=width, table=backend.req_to_token)
+    backend.init_forward_metadata(batch)
+    assert backend.step is None and backend.fallbacks == {"neither 1 nor 4 tokens a request": 1}
 
 
 @pytest.mark.skipif(sgl_kernel_sm120.build_info()["library"] is None, reason="no compiled library")

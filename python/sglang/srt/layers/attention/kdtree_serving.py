@@ -176,8 +176,8 @@ class KDTreeServing:
         reason = None
         if batch_size > max_batch:
             reason = f"more than {max_batch} requests"
-        elif width > self.width:
-            reason = f"more than {self.width} tokens a request"
+        elif width not in (1, self.width):  # what scratch is made for
+            reason = f"neither 1 nor {self.width} tokens a request"
         if reason is not None:
             self.count_fallback(reason)
         return reason is None

@@ -71,14 +71,19 @@ class KDTreeTritonServing(KDTreeServing, TritonAttnBackend):
         if self.mode == "off":
             return
         device = torch.device(self.device)
+        # A smaller step can need more: its rows fall into other tiles.
+        widths = {1, width}
         self.plan = torch.zeros(
-            plan_size(self.max_batch, width, self.num_head, device),
+            max(plan_size(self.max_batch, w, self.num_head, device) for w in widths),
             dtype=torch.int32,
             device=device,
         )
         self.workspace = torch.empty(
-            mla_tree_verify_workspace_bytes(
-                self.max_batch, width, self.num_head, device=device
+            max(
+                mla_tree_verify_workspace_bytes(
+                    self.max_batch, w, self.num_head, device=device
+                )
+                for w in widths
             ),
             dtype=torch.uint8,
             device=device,
