@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks of debug mode find what they are there for."""
 
+import multiprocessing
+
 import pytest
 import torch
 from srt.mem_cache.slot_model import SlotModel
@@ -109,3 +111,39 @@ def test_a_checksum_is_of_values_and_order():
     sums = {checksum(n) for n in (numbers, swapped, other, numbers[1:], numbers.flip(0))}
     assert len(sums) == 5
     assert checksum(numbers.int()) == checksum(numbers) == checksum(torch.arange(1, 2000))
+
+
+def gloo_rank(rank, store, answers):
+    """Both ranks make the same calls; then the second one alone changes its free list."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model = SlotModel(rows=8)
+    checks = checked(model, group=torch.distributed.group.WORLD)
+    for step in range(20):
+        if step % 5 == 0:
+            model.scatter(step)
+            model.start([9] * 8 + [step] * 20, armed=False)
+        model.decode()
+        model.relocate()
+        checks.after_step(step)
+    if rank == 1:
+        model.scatter(3)
+    try:
+        checks.after_step(20)
+    except RuntimeError as error:
+        answers.put((rank, model.pool.moves, str(error)))
+    torch.distributed.destroy_process_group()
+
+
+def test_two_ranks_over_gloo(tmp_path):
+    """The real collective, in two processes."""
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    ranks = [context.Process(target=gloo_rank, args=(rank, tmp_path / "store", answers)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    found = sorted(answers.get(timeout=120) for _ in ranks)
+    for process in ranks:
+        process.join(timeout=60)
+    assert [rank for rank, _, _ in found] == [0, 1]
+    assert found[0][1] == found[1][1] > 0, "the plans moved something"
+    assert all(text.startswith("After step 20 the ranks hold different KV slots: rank 0") for _, _, text in found)
