@@ -7,9 +7,14 @@ Layers, lowest first; none imports upwards:
     ../allocator/contiguous
                    tier 0: the free list kept by runs
     planner        which slots go where: a pure function over host integers
+    snapshot       what the planner looks at, on its way to the host
     mover          the copy, in every pool that the slots index
     tree_values    the prefix cache's view of a moved slot
-    settings       flags, refusals, which allocator to build
-    defragmenter   tier 1: the safe points of the scheduler, one step at each
+    rewrite        the commit: rows and tree name the new slots
     metrics        counters and gauges of one rank
+    step_checks    debug mode: owners and ranks after every step
+    settings       flags, refusals, which allocator to build
+    tier0          the free list at idle, the gauges
+    tier1          moving slots: one step at each safe point of the scheduler
+    defragmenter   which of them a scheduler gets
 """
