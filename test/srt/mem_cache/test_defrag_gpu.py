@@ -50,12 +50,20 @@ class Server:
             )
 
     def __enter__(self):
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def wait_until_ready(self):
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log.read_text()[-6000:]
             try:
                 if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
-                    return self
+                    return
             except requests.RequestException:
                 pass
             time.sleep(0.3)
