@@ -2,6 +2,7 @@
 # make serve [MODEL=path DRAFT=path ARGS='server flags' PORT=30000]   a server on 127.0.0.1, the small model by default
 # make test                                                          every test that needs no GPU
 # make lint | format | delta | pr
+# make release [CUDA=1]; make check-release                          the wheels of a release in dist/, and their check
 # The interpreter of .venv; empty: the one that .venv has, else the first that upstream has a wheel for.
 PYTHON ?=
 PORT ?= 30000
@@ -25,7 +26,7 @@ UPSTREAM_STYLE := python/sglang test/registered
 CODE := $(OURS) $(UPSTREAM_STYLE)
 export MODEL DRAFT ARGS PORT
 
-.PHONY: serve test environment test-environment gates lint format delta pr
+.PHONY: serve test environment test-environment gates lint format delta pr release check-release
 .DEFAULT_GOAL := test
 
 serve: environment
@@ -81,3 +82,10 @@ delta: environment
 
 pr: environment
 	@$(OVERLAY) pr --out ../patches
+
+# From a clean commit; CUDA=1: also the kernel package with CUDA code, which compiles for minutes.
+release:
+	@python=$$(sh scripts/find_python.sh '$(PYTHON)') && cd python && "$$python" -m overlay release --out ../dist $(if $(CUDA),--cuda)
+
+check-release:
+	@python=$$(sh scripts/find_python.sh '$(PYTHON)') && cd python && "$$python" -m overlay check-release --out ../dist

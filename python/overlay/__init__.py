@@ -10,7 +10,10 @@
 - tree.py: the fork laid or linked into an installed tree: the development loop
 - sign.py: the hash of each edited symbol, written into its edit
 - drift.py: what another upstream release would change for us
+- uses.py: what our files take from upstream, for that report
 - delta.py: the size of the fork and its caps
 - series.py: the fork as a series of patches against upstream
+- description.py: what a pull request says about a patch
+- release.py: the wheels of a release, and its check
 - backend.py: PEP 517: `pip install ./python`
 """

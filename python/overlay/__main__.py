@@ -8,10 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-from . import delta, drift, pack, series, sign, tree
+from . import delta, drift, pack, release, series, sign, tree
 from .errors import Refused
 from .plan import FORK, make_plan
-from .upstream import load_pin, pinned_wheel
+from .upstream import load_pin, pinned_wheel, repin
 
 
 def check(args: argparse.Namespace) -> int:
@@ -57,6 +57,11 @@ def show_drift(args: argparse.Namespace) -> int:
     return 0 if clean else 1
 
 
+def pin_version(args: argparse.Namespace) -> int:
+    print("\n".join(repin(FORK, load_pin(FORK), args.to)))
+    return 0
+
+
 def sign_edits(args: argparse.Namespace) -> int:
     changed = sign.sign(FORK, pinned_wheel(load_pin(FORK)))
     print("\n".join(changed) or "every edit was signed already")
@@ -66,6 +71,19 @@ def sign_edits(args: argparse.Namespace) -> int:
 def patches(args: argparse.Namespace) -> int:
     written = series.write(FORK, load_pin(FORK), args.out)
     print("\n".join(str(path) for path in written))
+    return 0
+
+
+def make_release(args: argparse.Namespace) -> int:
+    pin = load_pin(FORK)
+    written = release.build(FORK, pin, args.out, args.tag or pin.sha256, cuda=args.cuda, dirty=args.dirty)
+    print("\n".join(str(path) for path in written))
+    return 0
+
+
+def check_release(args: argparse.Namespace) -> int:
+    sbom = release.check(FORK, load_pin(FORK), args.out, args.environment, lambda text: print(text, flush=True))
+    print(f"the release answers as recorded; {sbom}")
     return 0
 
 
@@ -86,12 +104,24 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("site", type=Path, help="site-packages directory")
         sub.add_argument("--without", action="append", default=[], metavar="EDIT", help="leave this edit out")
     sub = command("drift", show_drift, "report what another upstream version would change for us; exit 1 if anything")
+    sub.add_argument("--to", required=True, metavar="VERSION", help="a version, or: newest, previous")
+    sub = command("pin", pin_version, "write another upstream version and its wheels' sha256 into UPSTREAM.toml")
     sub.add_argument("--to", required=True, metavar="VERSION")
     sub = command("delta", show_delta, "print the size of the fork and the edits we would like to lose")
     sub.add_argument("--write", type=Path, metavar="README", help="instead, bring the document's delta line up to date")
     command("sign", sign_edits, "write the hash of each edited symbol at the pin; do it after reviewing the symbol")
     sub = command("pr", patches, "write the fork as patches for `git am` on the pinned upstream tree")
     sub.add_argument("--out", type=Path, default=Path("patches"), help="directory for the patches (default: patches)")
+    sub = command("release", make_release, "write the wheels of a release and their sums, from a clean commit")
+    sub.add_argument("--out", type=Path, default=Path("../dist"), help="directory for the wheels (default: ../dist)")
+    sub.add_argument("--tag", action="append", help="a wheel tag of UPSTREAM.toml (default: each)")
+    sub.add_argument("--cuda", action="store_true", help="also the kernel package with CUDA code; compiles for minutes")
+    sub.add_argument("--dirty", action="store_true", help="for trying: do not ask for a clean commit")
+    sub = command(
+        "check-release", check_release, "install a release into a new environment, serve from it, write its SBOM"
+    )
+    sub.add_argument("--out", type=Path, default=Path("../dist"), help="directory of the release (default: ../dist)")
+    sub.add_argument("--environment", type=Path, default=Path("../dist/check"), help="where to make the environment")
     return top
 
 

@@ -13,7 +13,7 @@ from .plan import FORK, Plan, make_plan
 from .upstream import Pin, Wheel, load_pin, pinned_wheel
 
 SOURCES = ["UPSTREAM.toml", "REQUIREMENTS.toml", "CAPS.toml", "series.toml", "constraints-cpu.txt", "pyproject.toml"]
-SOURCES += ["overlay", "edits", "sglang"]
+SOURCES += ["NOTICE", "overlay", "edits", "sglang"]
 
 
 def resolve() -> tuple[Pin, Wheel, Plan]:

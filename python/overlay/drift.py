@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What another upstream release would change for us: per edit, and files of ours that it would shadow."""
+"""What another upstream release would change for us: per edit, for what our files use, and files it would shadow."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import ast
 import difflib
 from pathlib import Path
 
+from . import uses
 from .edits import Edit, Module, load_edits, resolve, scope_and_hash
 from .errors import Refused
 from .plan import own_files
-from .upstream import Pin, Wheel, obtain, pinned_wheel
+from .upstream import Pin, Wheel, obtain, pinned_wheel, published
 
 ADVICE = {
     "unchanged": "nothing to do",
@@ -21,8 +22,22 @@ ADVICE = {
 
 
 def report(fork: Path, pin: Pin, version: str) -> tuple[str, bool]:
-    """(text, whether a bump to `version` would need no work)."""
-    return compare(fork, pinned_wheel(pin), Wheel(obtain(pin.name, version)))
+    """(text, whether a bump to `version` would need no work). `newest` and `previous`, the one before the pin, are
+    versions, too."""
+    pinned = pinned_wheel(pin)
+    if version in ("newest", "previous"):
+        version = named(version, pin, published(pin.name))
+    return compare(fork, pinned, Wheel(obtain(pin.name, version)))
+
+
+def named(name: str, pin: Pin, versions: list[str]) -> str:
+    """versions: what is published, newest first"""
+    if name == "newest":
+        return versions[0]
+    older = versions[versions.index(pin.version) + 1 :] if pin.version in versions else []
+    if not older:
+        raise Refused(f"nothing older than {pin.version} is published; there is {', '.join(versions)}")
+    return older[0]
 
 
 def compare(fork: Path, pinned: Wheel, newer: Wheel) -> tuple[str, bool]:
@@ -37,7 +52,9 @@ def compare(fork: Path, pinned: Wheel, newer: Wheel) -> tuple[str, bool]:
     lines += [
         f"shadowed       {path}\n    upstream has a file there now: retire ours, or rename it" for path in shadowed
     ]
-    clean &= not shadowed
+    lost, changed = uses.compare(own_files(fork), pinned, newer)
+    lines += [*lost, *changed]
+    clean &= not shadowed and not lost
     lines.append("no work needed" if clean else "work needed")
     return "\n".join(lines), clean
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from .errors import Refused
 from .upstream import Pin
 
+NOTICE_FILE = "NOTICE-kdtree"  # in the wheel's folder of licences, beside upstream's
 FULL_SET = "cuda"  # the extra that holds upstream's unconditional requirements
 
 
@@ -20,6 +21,8 @@ def rewrite(text: str, pin: Pin, fork: Path) -> str:
         raise Refused(f"METADATA of the upstream wheel has no single line 'Version: {pin.version}'")
     lines[lines.index(f"Version: {pin.version}")] = f"Version: {pin.fork_version}"
     wanted = tomllib.loads((fork / "REQUIREMENTS.toml").read_text(encoding="utf-8"))
+    licence_files = [number for number, line in enumerate(lines) if line.startswith("License-File: ")]
+    lines.insert(licence_files[-1] + 1 if licence_files else len(lines), f"License-File: {NOTICE_FILE}")
     required = [value for value in values(lines, "Requires-Dist") if "extra ==" not in value]
     first = next(number for number, line in enumerate(lines) if line.startswith("Requires-Dist:"))
     kept = [line for line in lines if line.removeprefix("Requires-Dist: ") not in required]

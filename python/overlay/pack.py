@@ -17,6 +17,7 @@ from .upstream import Pin, Wheel
 TIMESTAMP = (2020, 1, 1, 0, 0, 0)
 FILE_MODE = 0o100644 << 16
 CHANGES = "CHANGES-kdtree.txt"
+NOTICE = "NOTICE"
 
 
 def build(fork: Path, pin: Pin, wheel: Wheel, plan: Plan, out: Path) -> Path:
@@ -57,9 +58,13 @@ def pack(fork: Path, pin: Pin, wheel: Wheel, plan: Plan, target: Path) -> None:
 
 
 def info_files(fork: Path, pin: Pin, wheel: Wheel, plan: Plan) -> dict[str, bytes]:
-    """Our changes to upstream's dist-info, at the paths they have there."""
+    """Our changes to upstream's dist-info, at the paths they have there; its licence text stays beside our notice."""
     text = metadata.rewrite(wheel.read(f"{wheel.info}/METADATA").decode(), pin, fork)
-    return {f"{wheel.info}/METADATA": text.encode(), f"{wheel.info}/{CHANGES}": changes(pin, plan).encode()}
+    return {
+        f"{wheel.info}/METADATA": text.encode(),
+        f"{wheel.info}/{CHANGES}": changes(pin, plan).encode(),
+        f"{wheel.info}/licenses/{metadata.NOTICE_FILE}": (fork / NOTICE).read_bytes(),
+    }
 
 
 def changes(pin: Pin, plan: Plan) -> str:

@@ -12,7 +12,7 @@ from .errors import Refused
 from .upstream import Wheel
 
 FORK = Path(__file__).resolve().parent.parent  # python/: UPSTREAM.toml, edits/, sglang/
-NOT_SHIPPED = {"__pycache__", ".pytest_cache"}
+NOT_SHIPPED = "__pycache__"  # and what is hidden: caches of tools
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,12 @@ class Plan:
 
 def own_files(fork: Path) -> dict[str, Path]:
     root = fork / "sglang"
-    paths = sorted(path for path in root.rglob("*") if path.is_file() and not NOT_SHIPPED & set(path.parts))
+    paths = sorted(path for path in root.rglob("*") if path.is_file() and is_source(path.relative_to(root)))
     return {path.relative_to(fork).as_posix(): path for path in paths}
+
+
+def is_source(path: Path) -> bool:
+    return not any(part == NOT_SHIPPED or part.startswith(".") for part in path.parts)
 
 
 def make_plan(fork: Path, wheel: Wheel, *, without: Collection[str] = (), signed: bool = True) -> Plan:

@@ -19,7 +19,7 @@ from pathlib import Path
 from . import description
 from .edits import apply
 from .errors import Refused
-from .plan import NOT_SHIPPED, Plan, make_plan
+from .plan import Plan, is_source, make_plan
 from .upstream import Pin, Wheel, pinned_wheel
 
 SERIES = "series.toml"
@@ -78,7 +78,7 @@ def own_files(fork: Path, plan: Plan) -> dict[str, Path]:
     found, root = dict(plan.own), fork.parent
     for folder, pattern in ((TESTS, "*.py"), (PAGES, "*.mdx")):
         for path in sorted((root / folder).rglob(pattern)):
-            if path.name != "conftest.py" and not NOT_SHIPPED & set(path.parts):
+            if path.name != "conftest.py" and is_source(path.relative_to(root)):
                 found[path.relative_to(root).as_posix()] = path
     return found
 

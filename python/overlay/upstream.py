@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from .errors import Refused
 
 WHEELS_VARIABLE = "SGLANG_KDTREE_WHEELS"  # a directory of upstream wheels, instead of the package index
 CACHE_VARIABLE = "SGLANG_KDTREE_CACHE"
+FIRST_LOCAL = "kdtree.1"  # our part of the version starts anew with each upstream release
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,9 @@ def tag_of(path: Path) -> str:
     return "-".join(path.name.removesuffix(".whl").split("-")[2:])
 
 
-def pinned_wheel(pin: Pin) -> Wheel:
-    """The pinned wheel for the running interpreter, its sha256 checked."""
-    path = obtain(pin.name, pin.version)
+def pinned_wheel(pin: Pin, tag: str | None = None) -> Wheel:
+    """The pinned wheel for the running interpreter, or for another wheel tag; its sha256 checked."""
+    path = obtain(pin.name, pin.version, tag)
     check_hash(pin, path)
     return Wheel(path)
 
@@ -82,23 +84,63 @@ def check_hash(pin: Pin, path: Path) -> None:
         )
 
 
-def obtain(name: str, version: str) -> Path:
-    """pip picks the wheel for this interpreter: from the local directory if one is named, else from cache or index."""
+def obtain(name: str, version: str, tag: str | None = None) -> Path:
+    """pip picks the wheel, for this interpreter or for a tag: from the local directory if one is named, else from cache
+    or index."""
+    options = [] if tag is None else options_for(tag)
     local = os.environ.get(WHEELS_VARIABLE)
     if local:
         with tempfile.TemporaryDirectory() as scratch:
-            chosen = download(name, version, Path(scratch), "--no-index", "--find-links", local)
+            chosen = download(name, version, Path(scratch), *options, "--no-index", "--find-links", local)
             return Path(local).resolve() / chosen.name
     cache = cache_directory()
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         try:
-            chosen = download(name, version, Path(scratch), "--no-index", "--find-links", str(cache))
+            chosen = download(name, version, Path(scratch), *options, "--no-index", "--find-links", str(cache))
         except Refused:
-            chosen = download(name, version, Path(scratch))
+            chosen = download(name, version, Path(scratch), *options)
         kept = cache / chosen.name
         os.replace(chosen, kept)
     return kept
+
+
+def options_for(tag: str) -> list[str]:
+    """pip's options for a wheel tag, cp312-cp312-manylinux_2_34_x86_64."""
+    python, abi, platform = tag.split("-")
+    version = python.removeprefix("cp")
+    return ["--implementation", "cp", "--python-version", version, "--abi", abi, "--platform", platform]
+
+
+def published(name: str) -> list[str]:
+    """Every version that pip finds, newest first."""
+    local = os.environ.get(WHEELS_VARIABLE)
+    source = ["--no-index", "--find-links", local] if local else []
+    command = [sys.executable, "-m", "pip", "index", "versions", "--disable-pip-version-check", *source, name]
+    result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    found = re.search(r"^Available versions: (.+)$", result.stdout, re.MULTILINE)
+    if found is None:
+        errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR")]
+        raise Refused(f"pip finds no version of {name} {'in ' + local if local else 'on the package index'}", *errors)
+    return found[1].split(", ")
+
+
+def repin(fork: Path, pin: Pin, version: str) -> list[str]:
+    """Write another version and the sha256 of each of its wheels into UPSTREAM.toml; -> what changed."""
+    sums = {tag: hashlib.sha256(obtain(pin.name, version, tag).read_bytes()).hexdigest() for tag in pin.sha256}
+    path = fork / "UPSTREAM.toml"
+    text = path.read_text(encoding="utf-8")
+    for key, old, new in [
+        ("version", pin.version, version),
+        ("local", pin.local, FIRST_LOCAL),
+        *((tag, pin.sha256[tag], value) for tag, value in sums.items()),
+    ]:
+        line = re.compile(rf'^({re.escape(key)}\s*=\s*)"{re.escape(old)}"', re.MULTILINE)
+        text, count = line.subn(lambda match, new=new: f'{match[1]}"{new}"', text)
+        if count != 1:
+            raise Refused(f"UPSTREAM.toml: {count} lines set {key} to {old}, one is needed")
+    path.write_text(text, encoding="utf-8")
+    return [f"{pin.fork_version} -> {version}+{FIRST_LOCAL}", *(f"{tag} {value}" for tag, value in sums.items())]
 
 
 def cache_directory() -> Path:
@@ -114,7 +156,7 @@ def download(name: str, version: str, target: Path, *source: str) -> Path:
     wheels = sorted(target.glob("*.whl"))
     if result.returncode or len(wheels) != 1:
         python = f"CPython {sys.version_info.major}.{sys.version_info.minor} on {os.uname().machine}"
-        where = f"in {source[-1]}" if source else "on the package index"
+        where = f"in {source[-1]}" if "--find-links" in source else "on the package index"
         errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR")]
         raise Refused(
             f"no wheel of {name}=={version} for {python} {where}. Use a Python that UPSTREAM.toml lists, or point "

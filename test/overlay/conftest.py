@@ -98,6 +98,7 @@ class SmallFork:
             "REQUIREMENTS.toml",
             'upstream = ["numpy"]\nown = ["torch>=2.11"]\n[extras]\ncpu = []\nkit = ["rich"]\n',
         )
+        self.write("NOTICE", "Ours, over theirs.\n")
         self.write(
             "series.toml",
             """

@@ -78,6 +78,14 @@ def test_the_wheel_holds_upstream_plus_our_files(contents, pinned, fork_plan, pi
 def test_changed_files_are_named_as_the_licence_asks(contents, fork_plan, pin):
     notice = contents[f"sglang-{pin.fork_version}.dist-info/{pack.CHANGES}"].decode()
     assert all(edit.module in notice for edit in fork_plan.edits)
+    assert all(path in notice for path in fork_plan.own)
+
+
+def test_the_wheel_holds_the_licence_and_our_notice(contents, metadata, fork, pin):
+    folder = f"sglang-{pin.fork_version}.dist-info/licenses"
+    assert {f"{folder}/{name}" for name in metadata.get_all("License-File")} <= contents.keys()
+    assert contents[f"{folder}/NOTICE-kdtree"] == (fork / "NOTICE").read_bytes()
+    assert b"Apache License" in contents[f"{folder}/LICENSE"]
 
 
 def test_time_and_umask_do_not_reach_the_wheel(small, tmp_path, monkeypatch):
@@ -134,7 +142,8 @@ def test_upstreams_extras_stay(metadata, pinned):
 def test_the_rest_of_the_metadata_is_upstreams(metadata, pinned):
     upstreams = Parser().parsestr(pinned.read(f"{pinned.info}/METADATA").decode())
     assert metadata.get_payload() == upstreams.get_payload()
-    rewritten = {"Version", "Requires-Dist", "Provides-Extra"}
+    assert metadata.get_all("License-File") == [*upstreams.get_all("License-File"), "NOTICE-kdtree"]
+    rewritten = {"Version", "Requires-Dist", "Provides-Extra", "License-File"}
     assert [item for item in metadata.items() if item[0] not in rewritten] == [
         item for item in upstreams.items() if item[0] not in rewritten
     ]
@@ -178,3 +187,10 @@ def test_the_sdist_builds_the_same_fork(fork, fork_plan, tmp_path, pinned, monke
     root = tmp_path / name.removesuffix(".tar.gz")
     assert (root / "PKG-INFO").exists()
     assert plan.make_plan(root, pinned).files() == fork_plan.files()
+
+
+def test_caches_of_tools_are_no_files_of_ours(small):
+    before = small.plan().own
+    for name in ("srt/.ruff_cache/0.15.1/123", "srt/__pycache__/ours.cpython-311.pyc", ".hidden.py"):
+        small.own(name, "")
+    assert small.plan().own == before
