@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The workflows of .github: valid for GitHub, and calling what this repository has."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+FOLDER = Path(sys.executable).parent
+ACTIONLINT = shutil.which("actionlint", path=f"{FOLDER}") or shutil.which("actionlint")
+
+
+def load(path: Path) -> dict:
+    return yaml.safe_load(path.read_text())
+
+
+def steps(path: Path) -> list[dict]:
+    return [step for job in load(path)["jobs"].values() for step in job["steps"]]
+
+
+@pytest.mark.skipif(ACTIONLINT is None, reason="no actionlint: pip install -r test/requirements.txt")
+def test_actionlint_finds_nothing(tmp_path):
+    """And it would: a permission that does not exist is seen."""
+    result = subprocess.run([ACTIONLINT, "-no-color", *WORKFLOWS], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
+    bad = tmp_path / "bad.yml"
+    bad.write_text(
+        WORKFLOWS[0].read_text().replace("github.ref ", "github.refs ").replace("contents: read", "all: read")
+    )
+    assert subprocess.run([ACTIONLINT, bad], capture_output=True, cwd=ROOT).returncode == 1
+
+
+def test_there_is_one_for_each_purpose():
+    assert [path.stem for path in WORKFLOWS] == ["drift", "lint", "test", "wheels"]
+    # YAML reads the key `on` as a boolean.
+    assert load(WORKFLOWS[0])[True]["schedule"] == [{"cron": "17 5 * * 1"}]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_they_may_read_and_no_more(path):
+    """Only the job that drafts a release may write; and nothing untrusted is pasted into a shell."""
+    workflow = load(path)
+    assert workflow["permissions"] == {"contents": "read"}
+    writing = [name for name, job in workflow["jobs"].items() if job.get("permissions")]
+    assert writing == (["draft"] if path.stem == "wheels" else [])
+    for step in steps(path):
+        assert "${{" not in step.get("run", ""), step
+    assert all(job["timeout-minutes"] for job in workflow["jobs"].values())
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_they_call_what_is_here(path):
+    rules = set(re.findall(r"^([a-z-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for step in steps(path):
+        assert set(re.findall(r"\bmake ([a-z-]+)", step.get("run", ""))) <= rules
+        for pattern in (step.get("with") or {}).get("cache-dependency-path", "").split():
+            assert (ROOT / pattern).exists()
+
+
+def test_every_python_of_upstream_is_tested(pin):
+    tested = load(ROOT / ".github/workflows/test.yml")["jobs"]["cpu"]["strategy"]["matrix"]["python"]
+    assert {f"cp{version.replace('.', '')}" for version in tested} == {tag.partition("-")[0] for tag in pin.sha256}
