@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documents name what exists: paths, make targets and flags of our tools."""
+"""The documents name what exists: paths, and commands that their own programs accept."""
 
+import argparse
+import json
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -70,10 +73,164 @@ def test_every_make_target_in_a_document_exists():
         assert used <= rules, document
 
 
-def test_every_overlay_command_in_a_document_exists():
-    from overlay.__main__ import parser
+# Commands
 
-    known = parser()._subparsers._group_actions[0].choices
+
+CONTINUED = re.compile(r"\\\n\s*")
+BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+# Programs of others: what is said to them is theirs to check.
+FOREIGN = {"base64", "cat", "cd", "curl", "docker", "export", "git", "gpg", "head", "tr", "."}
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+
+
+def commands(document: Path) -> list[list[str]]:
+    """Every command of a block: words, without comments, variables that are set for it, and what it prints."""
+    found = []
+    for language, block in BLOCK.findall(document.read_text()):
+        if language not in ("", "bash", "sh"):
+            continue
+        lines = CONTINUED.sub(" ", block).split("\n")
+        typed = [line[2:] for line in lines if line.startswith("$ ")]
+        for line in typed or [line.strip() for line in lines]:
+            if re.match(r"[\w./]", line):
+                for part in re.split(r"&&|\||;", re.sub(r"(^|\s)#.*", "", line)):
+                    words = shlex.split(part)
+                    while words and re.fullmatch(r"[A-Z_0-9]+=.*", words[0]):
+                        del words[0]
+                    if words:
+                        found.append(words)
+    return found
+
+
+def accepts(parser: argparse.ArgumentParser, arguments: list[str]) -> bool:
+    try:
+        parser.parse_args(arguments)
+    except SystemExit as stop:
+        return not stop.code
+    return True
+
+
+def server_fields(pinned) -> set[str]:
+    """Flags of the server, ours among them."""
+    texts = [path.read_text() for path in (ROOT / "python/sglang/srt/arg_groups/fields").rglob("*.py")]
+    texts += [pinned.read(n).decode() for n in pinned.names if re.search(r"arg_groups/fields/\w+\.py$", n)]
+    names = {name for text in texts for name in re.findall(r"^    (\w+): ", text, re.MULTILINE)}
+    # Short forms that upstream declares by hand.
+    names |= {name for text in texts for name in re.findall(r'"--([a-z-]+)"', text)}
+    return {"--" + name.replace("_", "-") for name in names}
+
+
+def flags_in(*paths: Path) -> set[str]:
+    """Every flag that some files say."""
+    files = [f for path in paths for f in ([path] if path.is_file() else path.rglob("*"))]
+    files = [f for f in files if f.is_file() and f.suffix in TEXTS and "build" not in f.parts]
+    return {flag for f in files for flag in FLAG.findall(f.read_text())}
+
+
+TEXTS = {".py", ".sh", ".yaml"}
+
+
+def complaint(words: list[str], pinned) -> str | None:
+    """What is wrong with one command, for a reader who types it in the folder that its text names."""
+    program, arguments = words[0], words[1:]
+    if program in FOREIGN:
+        return None
+    if program == "make":
+        rules = set(re.findall(r"^([a-z-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        return None if {a for a in arguments if "=" not in a} <= rules else "no such rule"
+    if program == "pip":
+        local = [a.partition("[")[0] for a in arguments if a.startswith("./")]
+        return None if all((ROOT / path / "pyproject.toml").exists() for path in local) else "no such project"
+    if program == "bash" or program.endswith(".sh"):
+        script = arguments[0] if program == "bash" else program
+        known = [base / script for base in (ROOT, ROOT / "sgl-kernel-sm120") if (base / script).is_file()]
+        return (
+            None if known and set(FLAG.findall(" ".join(words))) <= flags_in(known[0], ROOT / "benchmark") else script
+        )
+    if not re.fullmatch(r"(\.\./)?(\.venv/bin/)?python[\d.]*", program):
+        return f"an unknown program: {program}"
+    if arguments[0] != "-m":
+        known = [base / arguments[0] for base in (ROOT, ROOT / "sgl-kernel-sm120") if (base / arguments[0]).is_file()]
+        return (
+            None
+            if known and set(FLAG.findall(" ".join(words))) <= flags_in(known[0].parent) | {"--inplace"}
+            else "file"
+        )
+    module, arguments = arguments[1], arguments[2:]
+    if module == "overlay":
+        from overlay.__main__ import parser
+
+        return None if accepts(parser(), arguments) else "refused by its parser"
+    if module == "sglang.kdtree":
+        from sglang.kdtree.cli import build_parser
+
+        return None if accepts(build_parser(), arguments) else "refused by its parser"
+    if module == "sglang.launch_server":
+        unknown = {a for a in arguments if a.startswith("--")} - server_fields(pinned) - {"--help"}
+        return f"no flags of the server: {unknown}" if unknown else None
+    if module == "pytest":
+        return None if all((ROOT / a).exists() for a in arguments if "/" in a) else "no such tests"
+    if module == "venv":
+        return None
+    package = ROOT / "benchmark" / module
+    return None if package.is_dir() and set(FLAG.findall(" ".join(arguments))) <= flags_in(package) else "module"
+
+
+@pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_is_one_that_its_program_accepts(document, pinned, capsys):
+    wrong = [(shlex.join(words), complaint(words, pinned)) for words in commands(document)]
+    assert [entry for entry in wrong if entry[1]] == []
+
+
+def test_wrong_commands_are_seen(tmp_path, pinned):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```\nA=1 make nothing  # a comment\nfoo --bar\npip install ./gone\n```\n"
+        "```bash\n$ python -m overlay drift\nits output --here\n```\n```python\nno command\n```\n"
+        "```\npython -m sglang.launch_server --no-such \\\n    --port 1\nbash benchmark/run_gpu.sh --no-such\n"
+        "python benchmark/report.py --no-such\npython -m sglang.kdtree plan --no-such\n```\n"
+    )
+    found = commands(page)
+    assert [words[0] for words in found] == ["make", "foo", "pip", *["python"] * 2, "bash", *["python"] * 2]
+    assert found[4][-2:] == ["--port", "1"]
+    assert all(complaint(words, pinned) for words in found)
+
+
+# Of pip, docker, git and gpg; and an abbreviation that the server's parser takes.
+OF_OTHERS = {"--verify", "--extra-index-url", "--index-url", "--no-build-isolation", "--ipc", "--tp"}
+
+
+def test_every_flag_that_is_named_exists(pinned):
+    ours = [ROOT / name for name in ("python/sglang", "python/overlay", "scripts", "benchmark", "docker")]
+    ours += [ROOT / "sgl-kernel-sm120" / "tools", ROOT / "test" / "models"]
+    known = server_fields(pinned) | flags_in(*ours) | OF_OTHERS
     for document in documents():
-        used = set(re.findall(r"python -m overlay ([a-z]+)", document.read_text()))
-        assert used <= set(known), document
+        named = set(FLAG.findall(" ".join(INLINE.findall(FENCE.sub("", document.read_text())))))
+        assert named - known == set(), document
+
+
+def test_the_bump_that_was_tried_is_told_as_it_was():
+    record = json.loads((ROOT / "docs" / "bump-0.5.23.json").read_text())
+    text = (ROOT / "docs" / "edits.md").read_text()
+    for step in record["steps"]:
+        assert f"| `{step['step']}` | {step['seconds']} |" in text, step
+    drift = record["steps"][0]
+    assert (
+        f"{drift['unchanged']} of {drift['edits']} edits unchanged, {drift['symbol_changed']} symbols changed" in text
+    )
+    assert f"{drift['report_lines']} lines" in text
+
+
+# Pictures
+
+
+def test_the_pictures_name_what_the_code_names(pinned):
+    """Functions and files in the diagrams of the architecture are there, ours or upstream's."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    pictures = "".join(re.findall(r"```mermaid\n(.*?)```", text, re.DOTALL))
+    words = set(re.findall(r"\b[a-z]+(?:_[a-z0-9]+)+\b|\b[A-Z]\w+[A-Z]\w+\b", pictures)) - {"DFLASH", "DDTREE"}
+    assert len(words) > 20
+    sources = [p.read_text() for d in ("python/sglang", "sgl-kernel-sm120/python") for p in (ROOT / d).rglob("*.py")]
+    sources += [pinned.read(f"sglang/srt/managers/{name}.py").decode() for name in ("scheduler", "utils")]
+    sources.append(" ".join(pinned.names))
+    assert [word for word in sorted(words) if not any(word in source for source in sources)] == []
