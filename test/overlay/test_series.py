@@ -10,7 +10,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from srt.zygote import Zygote
 
 from overlay import description, series
 from overlay.errors import Refused
@@ -181,29 +180,26 @@ def lay_prefix(target: Path, site: Path, pinned, contents: dict[str, bytes], min
 
 
 @pytest.mark.timeout(1200)  # half a minute on an idle machine
-def test_every_prefix_of_the_series_passes_the_tests_that_it_adds(fork, pinned, fork_plan, steps, tmp_path):
+def test_every_prefix_of_the_series_passes_the_tests_that_it_adds(
+    fork, pinned, fork_plan, steps, tmp_path, fresh_process
+):
     """As upstream's runner does it: `python3 FILE`, here in a process forked from one that has imported torch."""
     import sglang
 
     site = Path(sglang.__file__).parent.parent
-    mine, now, zygote = {*fork_plan.own, *fork_plan.edited}, {}, Zygote()
+    mine, now = {*fork_plan.own, *fork_plan.edited}, {}
     tested = 0
-    try:
-        for number, (step, files) in enumerate(
-            zip(steps, series.contents(fork, fork_plan, pinned, steps), strict=True)
-        ):
-            now |= {path.removeprefix("python/"): data for path, data in files.items() if path.startswith("python/")}
-            tests = [str(fork.parent / path) for path in step.files if path.startswith("test/")]
-            if not tests:
-                continue
-            tree = tmp_path / str(number)
-            lay_prefix(tree, site, pinned, now, mine)
-            conftest = str(fork.parent / series.TESTS / "conftest.py")
-            result = zygote.run(RUN.format(tree=str(tree), conftest=conftest, tests=tests), SGLANG_TEST_MAX_RETRY="0")
-            assert result.stdout.endswith("passed\n"), f"{step.change.title}\n{result.stderr[-4000:]}"
-            tested += len(tests)
-    finally:
-        zygote.close()
+    for number, (step, files) in enumerate(zip(steps, series.contents(fork, fork_plan, pinned, steps), strict=True)):
+        now |= {path.removeprefix("python/"): data for path, data in files.items() if path.startswith("python/")}
+        tests = [str(fork.parent / path) for path in step.files if path.startswith("test/")]
+        if not tests:
+            continue
+        tree = tmp_path / str(number)
+        lay_prefix(tree, site, pinned, now, mine)
+        conftest = str(fork.parent / series.TESTS / "conftest.py")
+        result = fresh_process(RUN.format(tree=str(tree), conftest=conftest, tests=tests), SGLANG_TEST_MAX_RETRY="0")
+        assert result.stdout.endswith("passed\n"), f"{step.change.title}\n{result.stderr[-4000:]}"
+        tested += len(tests)
     assert tested == sum(path.startswith("test/") for step in steps for path in step.files) > 10
 
 
@@ -267,11 +263,12 @@ def test_the_same_fork_gives_the_same_patches(fork, patches, pinned, tmp_path):
 
 
 def test_old_patches_are_cleared(small, tmp_path):
+    out = tmp_path / "out"
     for old in ("0009-old.patch", "0009-old.md"):
-        (tmp_path / old).write_text("")
-    written = series.write_against(small.root, small.wheel, tmp_path)
+        series.put(out / old, b"")
+    written = series.write_against(small.root, small.wheel, out)
     assert [path.name for path in written] == ["0001-Fix-the-choice.patch", "0002-Add-ours.patch"]
-    assert sorted(tmp_path.iterdir()) == sorted([*written, *(path.with_suffix(".md") for path in written)])
+    assert sorted(out.iterdir()) == sorted([*written, *(path.with_suffix(".md") for path in written)])
 
 
 def test_tests_and_pages_lie_where_upstream_has_them(small, tmp_path):

@@ -20,6 +20,11 @@ from sglang.test.test_utils import CustomTestCase
 SIZE = 96
 
 
+class NoCache:
+    def supports_prefix_sharing(self):
+        return False
+
+
 def stock():
     return TokenToKVPoolAllocator(SIZE, torch.int64, "cpu", object(), need_sort=False)
 
@@ -62,6 +67,7 @@ class TestContiguousAllocator(CustomTestCase):
         slots = allocator.alloc(SIZE).clone()
         for part in slots[torch.randperm(SIZE)].split(5):
             allocator.free(part)
+        allocator.create_prefill_budget(NoCache())  # where the scheduler sizes prefill
         self.assertEqual(allocator.alloc(SIZE).tolist(), list(range(1, SIZE + 1)))
 
 
