@@ -176,6 +176,22 @@ def test_plain_decoding_is_served_after_a_verification(settings, mode):
         assert (backend.step.num_tokens, backend.step.tree_mask) == (1, None)
 
 
+def test_more_requests_than_the_kernel_takes_decode_on_the_reference(settings):
+    count = 257
+    case = make_case()
+    rows = torch.full((count,), ROWS[0])
+    batch = decode_batch(case)
+    batch.batch_size, batch.req_pool_indices = count, rows
+    batch.seq_lens = torch.full((count,), PREFIXES[0] + 1)
+    batch.out_cache_loc = case.out_cache_loc[:1].expand(count)
+    backend = KDTreeVerifyBackend(case.runner)
+    backend.init_forward_metadata(batch)
+    q, k = case.q[:1].expand(count, -1), case.k[:1].expand(count, -1, -1)
+    out = backend.forward(q, k, k[..., :512], case.layer, batch)
+    close(out, naive(case)[:1].expand(count, -1))
+    assert backend.fallbacks == {"more than 256 requests": 1}
+
+
 def test_prefill_is_the_stock_backend_and_leaves_no_step(settings):
     """A step left over from a verification must not catch the next forward."""
     case = make_case()

@@ -4,7 +4,9 @@ the rest by the torch reference. The same modes, counters and reproducers as on 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Optional
+
+from sgl_kernel_sm120.attention import MAX_B
 
 from sglang.srt.layers.attention.kdtree_serving import KDTreeServing
 from sglang.srt.layers.attention.kdtree_verify import VerifyStep
@@ -37,12 +39,18 @@ class KDTreeVerifyBackend(KDTreeServing, TorchReferenceAttnBackend):
         self.step = None
         if self.mode != "off" and self.serves(forward_batch.forward_mode):
             self.step = self.plan_step(forward_batch)
+        if self.step is not None:
             self.tick()
 
-    def plan_step(self, forward_batch: ForwardBatch) -> VerifyStep:
+    def plan_step(self, forward_batch: ForwardBatch) -> Optional[VerifyStep]:
+        """None = the torch reference's, which has planned the step as well."""
         lens, num_tokens, tree_mask = forward_batch.seq_lens, 1, None
-        if forward_batch.forward_mode.is_target_verify():
+        verifies = forward_batch.forward_mode.is_target_verify()
+        if verifies:
             num_tokens = int(forward_batch.spec_info.draft_token_num)
+        if not self.can_serve_batch(lens.numel(), num_tokens, MAX_B):
+            return None
+        if verifies:
             lens = lens + num_tokens  # a batch's lengths do not count them
             tree_mask = verify_mask_of(forward_batch.spec_info, lens.numel())
         return self.verifier.plan_step(
