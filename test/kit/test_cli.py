@@ -121,6 +121,13 @@ def test_a_document_of_another_kind_is_refused(document):
         require_schema(document, verb="plan", source="x")
 
 
+@pytest.mark.parametrize("path", VERBS)
+def test_every_verb_explains_itself(path, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([*path, "--help"])
+    assert caught.value.code == 0 and "--json" in capsys.readouterr().out
+
+
 def test_the_module_runs():
     """python -m sglang.kdtree, as an operator types it."""
     done = subprocess.run(

@@ -75,7 +75,7 @@ class TestRecipe:
             env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=600,
             check=False,
         )
         assert done.stdout.strip().endswith("resolved 8 kdtree_sm120 DDTREE on tier0"), done.stderr[-2000:]

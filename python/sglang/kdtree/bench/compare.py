@@ -143,7 +143,7 @@ def render(result: Result, console: Any) -> None:
                 f"{row[key]:.2f}x"
                 for key in ("decode_ratio", "step_ratio", "prefill_ratio")
             ],
-            " -> ".join(f"{value:.2f}" for value in row["accept_length"]),
+            "->".join(f"{value:.2f}" for value in row["accept_length"]),
         )
     console.print(table)
     for text in data["differs"]:

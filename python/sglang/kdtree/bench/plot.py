@@ -42,6 +42,7 @@ def plot_runs(documents: Sequence[dict[str, Any]], path: Path) -> None:
         axis.set(title=title, xlabel="context, tokens", xscale="log", yscale="log")
         axis.set_xticks(measured, [label_of(context) for context in measured])
         axis.xaxis.set_minor_locator(ticker.NullLocator())
+        axis.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 5)))
         for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
             which(ticker.StrMethodFormatter("{x:g}"))
         axis.grid(True, which="both", alpha=0.3)
