@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is at upstream's paths has upstream's style: the settings are shown to be upstream's by its own files."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -68,3 +69,45 @@ def test_make_lint_runs_the_same_checks():
     for command in COMMANDS.values():
         assert f"-m {command[0]} {command[1]}" in recipe
     assert recipe.count("--config python/upstream-style.toml $(UPSTREAM_STYLE)") == 2
+
+
+# Upstream's written rules, as far as they can be counted
+
+# Lists of flags, which are read from top to bottom.
+LONG_FUNCTIONS = {"add_arguments"}
+MAX_FUNCTION_LINES, MAX_FILE_LINES = 100, 2000
+
+
+def breaches(path: Path) -> list[str]:
+    text = path.read_text()
+    found = [] if text.isascii() else ["not ASCII"]
+    if text.count("\n") > MAX_FILE_LINES:
+        found.append(f"{text.count(chr(10))} lines")
+    for number, line in enumerate(text.split("\n"), start=1):
+        if re.search(r"\b(FIXME|XXX|HACK)\b|\bTODO\b(?!\(\w)", line):
+            found.append(f"line {number}: a note that names nobody")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = node.end_lineno - node.lineno + 1
+            if lines > MAX_FUNCTION_LINES and node.name not in LONG_FUNCTIONS:
+                found.append(f"{node.name}: {lines} lines")
+        if isinstance(node, ast.ClassDef):
+            if node.name.endswith("Mixin"):
+                found.append(f"{node.name}: a mixin")
+            # A subclass of an upstream dataclass has to be one.
+            if not node.bases and any("dataclass" in ast.unparse(d) for d in node.decorator_list):
+                found.append(f"{node.name}: a dataclass, not a msgspec.Struct")
+    return found
+
+
+def test_our_files_keep_the_written_rules():
+    found = {path.relative_to(ROOT).as_posix(): breaches(path) for path in OURS[0].rglob("*.py")}
+    assert {path: rules for path, rules in found.items() if rules} == {}
+
+
+def test_breaches_of_the_rules_are_seen(tmp_path):
+    bad = tmp_path / "bad.py"
+    body = "\n".join(f"    x = {number}" for number in range(MAX_FUNCTION_LINES))
+    classes = "@dataclass\nclass A:\n    pass\n\n\nclass BMixin:\n    pass  # TODO: this\n"
+    bad.write_text(f"def long():\n{body}\n\n\n{classes}\n\nC = '\u00e9'\n")
+    assert len(breaches(bad)) == 5
