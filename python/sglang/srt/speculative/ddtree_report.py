@@ -97,7 +97,7 @@ class StepCounts(msgspec.Struct, frozen=True):
     """A step's counts on their way to the host: upstream's DeviceAuxiliaryOutput, and
     after ``copy_to_host`` its HostAuxiliaryOutput."""
 
-    report: "DDTreeReport"
+    report: DDTreeReport
     option: Option
     counts: torch.Tensor  # int32 [b, 6]
     promised: Optional[torch.Tensor]  # fp32 [b, options]
