@@ -20,7 +20,7 @@ endif
 BIN := .venv/bin
 VENV := $(BIN)/python
 OVERLAY := cd python && ../$(VENV) -m overlay
-OURS := python/overlay scripts test sgl-kernel-sm120 benchmark
+OURS := python/overlay scripts docker test sgl-kernel-sm120 benchmark
 # At upstream's paths: upstream's formatter, import order and lint rules.
 UPSTREAM_STYLE := python/sglang test/registered
 CODE := $(OURS) $(UPSTREAM_STYLE)
