@@ -19,7 +19,7 @@ WORD = re.compile(r"[\w.{}*/-]+")
 
 
 def documents() -> list[Path]:
-    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    listed = subprocess.run(["git", "ls-files", "*.md", "*.mdx"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return [ROOT / name for name in listed.split()] or sorted(ROOT.glob("*.md"))
 
 
