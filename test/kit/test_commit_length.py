@@ -6,7 +6,7 @@ from kit.scripted import sglang_stream
 
 from sglang.kdtree.bench.client import Event, Reply
 from sglang.kdtree.bench.text import PHRASE
-from sglang.kdtree.probe.commit_length import Point, judge, phrase_share, point_from
+from sglang.kdtree.probe.commit_length import Point, chain_length, judge, phrase_share, point_from
 
 
 def point(text, context, commit, follows=1.0):
@@ -67,6 +67,7 @@ class TestPoint:
             "spec_num_correct_drafts": 55,
             "spec_num_proposed_drafts": 64,
             "spec_correct_drafts_histogram": [0, 0, 0, 0, 0, 0, 1, 7],
+            "ddtree": [None, None, {"steps": 8, "tree_tokens": 63, "chain_tokens": 50, "stops": {"6:leaf": 8}}],
         }
         reply = Reply(
             sent_at=0.0, events=events, text=PHRASE, prompt_tokens=999, completion_tokens=64, verify_steps=8, meta=meta
@@ -77,6 +78,11 @@ class TestPoint:
         assert got.proposed_drafts == 8.0
         assert got.histogram == [0, 0, 0, 0, 0, 0, 1, 7]
         assert got.follows_phrase == 1.0
+        assert got.chain_length == 6.25
+
+    @pytest.mark.parametrize("values", [None, [], [None], [{}], {"steps": 1}, [{"steps": 0}]])
+    def test_without_ddtrees_totals_there_is_no_chain(self, values):
+        assert chain_length({"ddtree": values}) is None and chain_length({}) is None
 
     @pytest.mark.parametrize(
         ("text", "share"),

@@ -47,6 +47,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     proposed_drafts: float | None
     histogram: list[int] | None  # steps by number of accepted drafts
     follows_phrase: float | None
+    # What a chain over the same drafts would have committed a step, at least; DDTREE tells it.
+    chain_length: float | None = None
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,7 +171,17 @@ def point_from(reply: Reply, *, kind: str, context: int) -> Point:
         proposed_drafts=None if proposed is None else proposed / steps,
         histogram=histogram,
         follows_phrase=phrase_share(reply.text) if kind == "phrase" else None,
+        chain_length=chain_length(reply.meta),
     )
+
+
+def chain_length(meta: dict[str, Any]) -> float | None:
+    """From the totals that DDTREE leaves with a finished request's last token."""
+    values = meta.get("ddtree")
+    totals = values[-1] if isinstance(values, list) and values else None
+    if not isinstance(totals, dict) or not totals.get("steps"):
+        return None
+    return totals["chain_tokens"] / totals["steps"]
 
 
 def phrase_share(text: str) -> float:
@@ -247,6 +259,7 @@ def render(result: Result, console: Any) -> None:
         "context",
         "steps",
         "commit length",
+        "as a chain",
         "accepted drafts",
         "of proposed",
     ):
@@ -259,7 +272,7 @@ def render(result: Result, console: Any) -> None:
             f"{point['commit_length']:.2f}",
             *[
                 "-" if point[key] is None else f"{point[key]:.2f}"
-                for key in ("accepted_drafts", "proposed_drafts")
+                for key in ("chain_length", "accepted_drafts", "proposed_drafts")
             ],
         )
     console.print(table)
