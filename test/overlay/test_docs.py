@@ -19,7 +19,9 @@ WORD = re.compile(r"[\w.{}*/-]+")
 
 
 def documents() -> list[Path]:
-    listed = subprocess.run(["git", "ls-files", "*.md", "*.mdx"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "*.md", "*.mdx"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
     return [ROOT / name for name in listed.split()] or sorted(ROOT.glob("*.md"))
 
 
@@ -234,3 +236,25 @@ def test_the_pictures_name_what_the_code_names(pinned):
     sources += [pinned.read(f"sglang/srt/managers/{name}.py").decode() for name in ("scheduler", "utils")]
     sources.append(" ".join(pinned.names))
     assert [word for word in sorted(words) if not any(word in source for source in sources)] == []
+
+
+# Messages
+
+
+PYTHONS_OWN = {"invalid choice: 'kdtree_sm120'"}
+
+
+def test_the_messages_of_the_faq_are_messages_of_the_code(pinned):
+    """What a reader searches for has to be what the program says; `...` stands for what differs."""
+    text = (ROOT / "docs" / "faq.md").read_text()
+    heads = re.findall(r"^\*\*(.+?)\*\*", text, re.MULTILINE)
+    quoted = [quote for head in heads for quote in INLINE.findall(head) if " " in quote]
+    assert len(quoted) > 7
+    sources = [p.read_text() for d in ("python/overlay", "python/sglang") for p in (ROOT / d).rglob("*.py")]
+    upstreams = re.compile(r"sglang/srt/(managers|model_executor|mem_cache)/.*\.py$")
+    sources += [pinned.read(name).decode() for name in pinned.names if upstreams.match(name)]
+    # A message may be written over several lines.
+    said = re.sub(r'"\s*f?"', "", "\n".join(sources))
+    for quote in quoted:
+        parts = [part.strip(" ,=") for part in quote.split("...") if part.strip(" ,=")]
+        assert quote in PYTHONS_OWN or all(part in said for part in parts), quote
