@@ -323,3 +323,25 @@ def test_a_forgotten_file_or_edit_is_refused(small):
     with pytest.raises(Refused) as refusal:
         series.check(small.root, small.plan())
     assert len(refusal.value.reasons) == 2 and all("is in no change" in reason for reason in refusal.value.reasons)
+
+
+WITHOUT_KERNELS = """
+import sys
+sys.modules["sgl_kernel_sm120"] = None
+import sglang.srt.server_args
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.torch_reference_backend import TorchReferenceAttnBackend
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+assert SpeculativeAlgorithm.from_string("DDTREE").is_dflash_family()
+try:
+    ATTENTION_BACKENDS["kdtree_sm120"](None)
+except ImportError as error:
+    assert "sgl_kernel_sm120" in str(error), error
+    print("optional")
+"""
+
+
+def test_the_kernel_package_is_an_optional_import(fresh_process):
+    """Upstream without it parses its flags and serves on any other backend; asking for ours names what is missing."""
+    result = fresh_process(WITHOUT_KERNELS)
+    assert result.stdout.endswith("optional\n"), result.stderr[-2000:]
