@@ -154,7 +154,7 @@ def test_a_server_that_dies_is_reported(serve, capsys):
 # A server that is only a port and a child, as SGLang has a scheduler. The child does not end for SIGTERM.
 SERVER = """
 import http.server, os, pathlib, signal, subprocess, sys
-child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(120)"
+child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(3600)"
 started = subprocess.Popen([sys.executable, "-S", "-c", child], stdout=subprocess.PIPE)
 started.stdout.readline()
 pathlib.Path(os.environ["PIDS"]).write_text(f"{os.getpid()} {started.pid}")
