@@ -220,9 +220,13 @@ def write_sbom(python: Path, target: Path, environment: Path) -> Path:
         run([str(tool), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", SBOM_TOOL])
         command = [str(tool), "-m", "cyclonedx_py", "environment", "--output-reproducible", "--of", "JSON"]
         run([*command, "--output-file", str(target), str(python)])
-    text = target.read_text(encoding="utf-8")
-    if str(environment) in text:
-        raise Refused(f"{target.name} names {environment}: it would say something of this machine")
+    # Our own wheels were installed from files; where those lay is nobody's business.
+    where = target.resolve().parent
+    text = target.read_text(encoding="utf-8").replace(where.as_uri() + "/", "")
+    named = [str(path) for path in (where, environment.resolve()) if str(path) in text]
+    if named:
+        raise Refused(f"{target.name} names {', '.join(named)}: it would say something of this machine")
+    target.write_text(text, encoding="utf-8")
     return target
 
 

@@ -185,3 +185,22 @@ def test_the_command_builds_every_tag_unless_told(repository, monkeypatch, capsy
     assert capsys.readouterr().out.splitlines()[-1] == str(root / "out" / release.SUMS)
     monkeypatch.setattr("sys.argv", ["overlay", "release", "--out", str(root / "out2"), "--tag", "cp39-cp39-none"])
     assert cli.main() == 2 and not list((root / "out2").glob("*.whl"))
+
+
+def test_the_bill_of_materials_says_nothing_of_the_machine(tmp_path, monkeypatch):
+    """The tool writes down where a local wheel was installed from."""
+    folder = tmp_path / "dist with space"
+    folder.mkdir()
+    target, said = folder / "a.cdx.json", []
+
+    def run(command, **_):
+        if "cyclonedx_py" in command:
+            assert command[-1] == "python" and "--output-reproducible" in command
+            target.write_text("".join(said))
+
+    monkeypatch.setattr(release, "run", run)
+    said[:] = [f'{{"url": "{folder.as_uri()}/sglang.whl"}}']
+    assert release.write_sbom(Path("python"), target, tmp_path / "env").read_text() == '{"url": "sglang.whl"}'
+    said[:] = [f'{{"path": "{tmp_path}/env/lib"}}']
+    with pytest.raises(Refused, match="a.cdx.json names .*/env: it would say something of this machine"):
+        release.write_sbom(Path("python"), target, tmp_path / "env")
