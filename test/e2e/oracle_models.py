@@ -7,11 +7,12 @@ import torch
 from e2e.servers import MODELS
 
 sys.path.insert(0, str(MODELS))
-from training.architecture import Drafter, Target, generate  # noqa: E402
+from training.architecture import NUM_DRAFTS, Drafter, Target, generate  # noqa: E402
 from training.checkpoint import load_target, save_drafter, save_target  # noqa: E402
 
 PROMPTS = ["import os\ndef main(", "The tree is verified in one pass because", "x = [1, 2, 3]\n", "def f(a, b):"]
 NUM_TOKENS = 48
+DRAFT_DEPTH = NUM_DRAFTS  # of a block: its tokens but the root
 
 
 def make_models(directory):

@@ -4,6 +4,9 @@ requests that break one part of DDTREE on purpose.
 
 The real drafter still runs. A request whose id begins with "mask-" or "move-" is served without the tree mask (the tree
 is verified as a chain in node order), or without moving accepted KV; then the step must not be shared with sound ones.
+
+The candidates of a position depend on the prompt and the position alone, so that every run, whatever its batches and
+steps are, sees the same ones, and the verify steps can be counted without a server.
 """
 
 import json
@@ -11,21 +14,32 @@ import os
 
 import torch
 
-GENERATOR = torch.Generator().manual_seed(3)
+SEED = 3
 MISSING = 0.1  # share of positions where the truth is not among the candidates at all
 RANKS = 3  # else it is one of the best three
 
 
-def hide_truth(ids, log_probs, full, position):
-    """Candidates of one request, in place. full: prompt and answer; position: of the first draft token."""
-    depths, ranks = ids.shape
-    for depth in range(depths):
-        ids[depth] = torch.randperm(1900, generator=GENERATOR)[:ranks] + 100
-        at = position + depth
-        if at < len(full) and torch.rand((), generator=GENERATOR) > MISSING:
-            ids[depth] = torch.where(ids[depth] == full[at], 99, ids[depth])
-            ids[depth, int(torch.randint(0, min(RANKS, ranks), (), generator=GENERATOR))] = full[at]
-    log_probs[:] = torch.linspace(-0.7, -9, ranks)
+def candidates_of(truth, row, position, depths, ranks):
+    """int64 [depths, ranks], best first: candidates of prompt ``row`` at ``position`` and the positions behind it."""
+    return torch.stack([candidates_at(truth[row], row, at, ranks) for at in range(position, position + depths)])
+
+
+def candidates_at(full, row, at, ranks):
+    """full: prompt and answer; at: a position in it, or past its end."""
+    generator = torch.Generator().manual_seed((SEED * 1009 + row) * 1_000_003 + at)
+    ids = torch.randperm(1900, generator=generator)[:ranks] + 100
+    missing = torch.rand((), generator=generator) < MISSING
+    rank = int(torch.randint(0, min(RANKS, ranks), (), generator=generator))
+    if at < len(full) and not missing:
+        ids = torch.where(ids == full[at], 99, ids)
+        ids[rank] = full[at]
+    return ids
+
+
+def log_probs_of(depths, ranks):
+    """float64 [depths, ranks], the same behind every position. No two paths are equally probable."""
+    rank, depth = torch.arange(ranks, dtype=torch.float64), torch.arange(depths, dtype=torch.float64)
+    return -(0.7 + 0.6 * rank**1.1) * (1 + 0.01 * depth[:, None])
 
 
 def install():
@@ -44,9 +58,10 @@ def install():
         log_probs, ids = (tensor.clone() for tensor in candidates(self, step))
         for row, request in enumerate(step.batch.reqs):
             prompt = list(request.origin_input_ids)
-            full = next((known for known in truth if known[: len(prompt)] == prompt), None)
-            if full is not None:  # the server's own warm-up request is drafted as usual
-                hide_truth(ids[row], log_probs[row], full, int(step.prefix_lens[row]) + 1)
+            known = next((i for i, full in enumerate(truth) if full[: len(prompt)] == prompt), None)
+            if known is not None:  # the server's own warm-up request is drafted as usual
+                ids[row] = candidates_of(truth, known, int(step.prefix_lens[row]) + 1, *ids.shape[1:])
+                log_probs[row] = log_probs_of(*ids.shape[1:])
         return log_probs, ids
 
     def chain_verify(self, step, tree):
