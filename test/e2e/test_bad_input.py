@@ -1,36 +1,110 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that cannot do what it is asked stops at start-up and says why, on its last lines."""
+"""A server that cannot do what it is asked stops at start-up and says why. test/srt has every refusal; here the whole
+server ends with the message, wherever on its way it is refused, and not in a traceback of something else."""
 
+import json
+import os
+import shutil
 import subprocess
 import sys
 
 import pytest
-from e2e.servers import ENVIRONMENT, TARGET, speculative
+from e2e.servers import ENVIRONMENT, MODELS, TARGET, speculative
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.server
 
-TREE = [*TARGET, "--attention-backend", "kdtree_sm120", *speculative("DDTREE")]
-# test/srt has every refusal; these two show that one on the command line, and one where the model is loaded, end the
-# whole server with the message and not in a traceback of another process.
-CASES = {
-    "while arguments are resolved": (
-        [*TREE, "--speculative-num-draft-tokens", "129"],
+KDTREE = [*TARGET, "--attention-backend", "kdtree_sm120"]
+TREE = [*KDTREE, *speculative("DDTREE")]
+NODES = "--speculative-num-draft-tokens"
+
+WHILE_ARGUMENTS_ARE_RESOLVED = {
+    "unknown mode": (
+        [*KDTREE, "--kdtree-verify", "maybe"],
+        "argument --kdtree-verify: invalid choice: 'maybe' (choose from ",
+    ),
+    "more nodes than the kernel has": (
+        [*TREE, NODES, "129"],
         "ValueError: DDTREE verifies at most 128 nodes a request; --speculative-num-draft-tokens is 129.",
     ),
-    "while the model is set up": (
-        [*TARGET, "--attention-backend", "kdtree_sm120", "--page-size", "48", "--chunked-prefill-size", "4800"],
-        "ValueError: kdtree_sm120 needs a page size that is a power of two, and --page-size is 48.",
+    "no node": (
+        [*TREE, NODES, "0"],
+        "ValueError: DDTREE needs --speculative-num-draft-tokens of 2 at least (the root and a budget of one node), "
+        "got 0.",
+    ),
+    "a budget of no node beside the root": (
+        [*TREE, NODES, "1"],
+        "ValueError: DDTREE needs --speculative-num-draft-tokens of 2 at least (the root and a budget of one node), "
+        "got 1.",
+    ),
+    "a tree smaller than the drafter's block": (
+        [*TREE, NODES, "7"],
+        "ValueError: DDTREE drafts into the slots of the tree: --speculative-num-draft-tokens is 7, and the drafter's "
+        "block needs 8 at least.",
+    ),
+    "another block size than the drafter's": (
+        [*TREE, "--speculative-dflash-block-size", "16"],
+        "ValueError: DDTREE: the drafter was trained for blocks of 8 tokens, but --speculative-dflash-block-size is "
+        "16.",
+    ),
+    "a page size that is no power of two": (
+        [*TREE, "--page-size", "48", "--chunked-prefill-size", "4800"],
+        "ValueError: DDTREE needs a --page-size that is a power of two, got 48.",
+    ),
+    "an attention backend without a tree mask": (
+        [*TARGET, "--attention-backend", "torch_native", *speculative("DDTREE")],
+        "ValueError: DDTREE needs an attention backend that carries a tree mask; --attention-backend is torch_native.",
     ),
 }
 
 
-@pytest.mark.parametrize(("arguments", "message"), CASES.values(), ids=list(CASES))
-def test_start_up_is_refused(arguments, message):
-    import os
+@pytest.mark.parametrize(
+    ("arguments", "message"), WHILE_ARGUMENTS_ARE_RESOLVED.values(), ids=list(WHILE_ARGUMENTS_ARE_RESOLVED)
+)
+def test_arguments_are_refused(servers, arguments, message):
+    returncode, log = servers.run(arguments)
+    assert returncode != 0
+    assert message in log
 
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block_size": 33}, "DDTREE serves drafters with blocks of 2 to 32 tokens (draft depth 31 at most); this one"),
+        ({"vocab_size": 4096}, "DDTREE: the drafter does not fit the target: its vocab_size is 4096, the target's is"),
+    ],
+)
+def test_a_drafter_that_does_not_fit_is_refused(servers, tmp_path, fields, message):
+    config = json.loads((MODELS / "drafter" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | fields))
+    returncode, log = servers.run([*KDTREE, *speculative("DDTREE", tmp_path), NODES, "64"])
+    assert returncode != 0
+    assert f"ValueError: {message}" in log
+
+
+def test_a_page_size_is_refused_by_the_backend_alone(servers):
+    """Without DDTREE it is the attention backend that refuses, in the scheduler's process."""
+    returncode, log = servers.run([*KDTREE, "--page-size", "48", "--chunked-prefill-size", "4800"])
+    assert returncode != 0
+    assert "ValueError: kdtree_sm120 needs a page size that is a power of two, and --page-size is 48." in log
+
+
+def test_a_model_without_mla_is_refused(tmp_path):
+    """Seen once the model is loaded, in the scheduler's process; started as a user starts it."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 2048, "hidden_size": 64,
+        "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 512, "torch_dtype": "float32",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODELS / "target" / name, tmp_path)
     result = subprocess.run(
-        [sys.executable, "-m", "sglang.launch_server", *arguments, "--port", "0"],
-        env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=500,
+        [sys.executable, "-m", "sglang.launch_server", "--model-path", str(tmp_path), "--load-format", "dummy",
+         "--device", "cpu", "--attention-backend", "kdtree_sm120", "--port", "0"],
+        env=os.environ | ENVIRONMENT, capture_output=True, text=True,
     )  # fmt: skip
     assert result.returncode != 0
-    assert message in result.stderr
+    assert (
+        "ValueError: kdtree_sm120 serves MLA models (DeepSeek V3, Kimi K2 family), and LlamaForCausalLM is none; use "
+        "--attention-backend torch_reference on a CPU, triton on a GPU." in result.stderr
+    )
