@@ -3,10 +3,12 @@
 made once, while sglang is imported. More of it: test/registered/unit/platforms."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from sglang.srt.platforms.torch_cpu import TorchCpuPlatform, discover, require_torch_cpu
+from sglang.srt.platforms.torch_cpu import TorchCpuPlatform, discover, refuse_expert_recorder, require_torch_cpu
 
 # A GPU that reads CUDA_VISIBLE_DEVICES once, at the first question, as the CUDA driver does.
 FAKE_GPU = """
@@ -105,6 +107,15 @@ def test_compiled_functions_run_eagerly(fresh_process):
     )
     result = fresh_process(code)
     assert result.stdout.startswith("2 Counter()"), result.stdout + result.stderr[-500:]
+
+
+def test_the_expert_recorder_is_refused(monkeypatch):
+    args = SimpleNamespace(expert_distribution_recorder_mode="stat")
+    with pytest.raises(ValueError, match="--expert-distribution-recorder-mode does not run .* Leave it out, or serve"):
+        refuse_expert_recorder(args)
+    refuse_expert_recorder(SimpleNamespace(expert_distribution_recorder_mode=None))
+    monkeypatch.setattr(torch.cpu, "is_current_stream_capturing", lambda: False, raising=False)
+    refuse_expert_recorder(args)
 
 
 def test_what_the_platform_serves():

@@ -37,6 +37,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return False
 
     def apply_server_args_defaults(self, server_args) -> None:
+        refuse_expert_recorder(server_args)
         refuse_sparse_attention(server_args)
         if server_args.enable_deterministic_inference:
             logger.warning(
@@ -140,6 +141,19 @@ def _hide_cuda_devices() -> None:
         raise RuntimeError(
             "--device cpu: CUDA is already open in this process, so its GPUs "
             "cannot be hidden any more. Start with CUDA_VISIBLE_DEVICES= (empty)."
+        )
+
+
+def refuse_expert_recorder(server_args) -> None:
+    """Upstream's recorder asks the device module about graph capture in every routed
+    layer; torch.cpu has no answer, and the server would die at its first request."""
+    if server_args.expert_distribution_recorder_mode is None:
+        return
+    if not hasattr(torch.cpu, "is_current_stream_capturing"):
+        raise ValueError(
+            "--expert-distribution-recorder-mode does not run on the torch CPU platform: "
+            f"torch {torch.__version__} has no torch.cpu.is_current_stream_capturing. "
+            "Leave it out, or serve on a GPU."
         )
 
 
