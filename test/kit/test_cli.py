@@ -121,6 +121,18 @@ def test_a_document_of_another_kind_is_refused(document):
         require_schema(document, verb="plan", source="x")
 
 
+def test_a_reader_that_leaves_early_and_a_full_disk(data):
+    plan = [sys.executable, "-m", "sglang.kdtree", "plan", "--json", "--model", str(data / "kimi_k2_6.json")]
+    with subprocess.Popen(plan, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait(timeout=600) == 0
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(plan, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600, check=False)
+    assert done.returncode == 2 and done.stderr == "error: standard output: [Errno 28] No space left on device\n"
+
+
 @pytest.mark.parametrize("path", VERBS)
 def test_every_verb_explains_itself(path, capsys):
     with pytest.raises(SystemExit) as caught:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -117,10 +118,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         progress_console.print("Interrupted.", style="yellow")
         return 130
-    if args.json:
-        print(dump_json(result.document()))
-    else:
-        args.module.render(result, rich_console.Console())
+    try:
+        if args.json:
+            print(dump_json(result.document()))
+        else:
+            args.module.render(result, rich_console.Console())
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, a pager perhaps, has seen enough
+        sys.stdout = open(os.devnull, "w")
+    except OSError as error:
+        print(f"error: standard output: {error}", file=sys.stderr)
+        sys.stdout = open(os.devnull, "w")
+        return EXIT_UNUSABLE
     return result.exit_code
 
 
