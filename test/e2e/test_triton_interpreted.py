@@ -8,7 +8,7 @@ import pytest
 from e2e.servers import TARGET, meta, speculative, token_ids
 from e2e.workloads import GREEDY
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.server
 
 NUM_TOKENS = 12
 INTERPRETED = {"TRITON_INTERPRET": "1"}
