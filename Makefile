@@ -23,7 +23,6 @@ OVERLAY := cd python && ../$(VENV) -m overlay
 OURS := python/overlay scripts docker test sgl-kernel-sm120 benchmark
 # At upstream's paths: upstream's formatter, import order and lint rules.
 UPSTREAM_STYLE := python/sglang test/registered
-CODE := $(OURS) $(UPSTREAM_STYLE)
 export MODEL DRAFT ARGS PORT
 
 .PHONY: serve test environment test-environment gates lint format delta pr release check-release
