@@ -80,9 +80,9 @@ class TestPoint:
         assert got.follows_phrase == 1.0
         assert got.chain_length == 6.25
 
-    @pytest.mark.parametrize("values", [None, [], [None], [{}], {"steps": 1}, [{"steps": 0}]])
+    @pytest.mark.parametrize("values", [None, [], [None], [{}], {"tree_tokens": 1}, [{"tree_tokens": 0}]])
     def test_without_ddtrees_totals_there_is_no_chain(self, values):
-        assert chain_length({"ddtree": values}) is None and chain_length({}) is None
+        assert chain_length({"ddtree": values}, 7.0) is None and chain_length({}, 7.0) is None
 
     @pytest.mark.parametrize(
         ("text", "share"),

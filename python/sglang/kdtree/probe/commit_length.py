@@ -47,7 +47,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     proposed_drafts: float | None
     histogram: list[int] | None  # steps by number of accepted drafts
     follows_phrase: float | None
-    # What a chain over the same drafts would have committed a step, at least; DDTREE tells it.
+    # What a chain over the same drafts would have committed, at least; DDTREE tells the ratio.
     chain_length: float | None = None
 
 
@@ -161,27 +161,31 @@ def point_from(reply: Reply, *, kind: str, context: int) -> Point:
         reply.meta.get("spec_num_correct_drafts"),
         reply.meta.get("spec_num_proposed_drafts"),
     )
+    commit_length = (reply.completion_tokens - first) / steps
     return Point(
         text=kind,
         context=context,
         prompt_tokens=reply.prompt_tokens or 0,
         steps=steps,
-        commit_length=(reply.completion_tokens - first) / steps,
+        commit_length=commit_length,
         accepted_drafts=None if correct is None else correct / steps,
         proposed_drafts=None if proposed is None else proposed / steps,
         histogram=histogram,
         follows_phrase=phrase_share(reply.text) if kind == "phrase" else None,
-        chain_length=chain_length(reply.meta),
+        chain_length=chain_length(reply.meta, commit_length),
     )
 
 
-def chain_length(meta: dict[str, Any]) -> float | None:
-    """From the totals that DDTREE leaves with a finished request's last token."""
+def chain_length(meta: dict[str, Any], commit_length: float) -> float | None:
+    """From the totals that DDTREE leaves with a finished request's last token.
+
+    They count what the last step committed beyond the end of the request, for tree and chain alike.
+    """
     values = meta.get("ddtree")
     totals = values[-1] if isinstance(values, list) and values else None
-    if not isinstance(totals, dict) or not totals.get("steps"):
+    if not isinstance(totals, dict) or not totals.get("tree_tokens"):
         return None
-    return totals["chain_tokens"] / totals["steps"]
+    return commit_length * totals["chain_tokens"] / totals["tree_tokens"]
 
 
 def phrase_share(text: str) -> float:
