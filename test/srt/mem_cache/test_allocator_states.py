@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from srt.mem_cache.slot_model import build_allocator
 
 SIZE = 96
-EXAMPLES, CALLS = 30, 50
+EXAMPLES, CALLS = 60, 50
 anyone = st.integers(0, 99)
 
 
@@ -103,6 +103,17 @@ class Machine(RuleBasedStateMachine):
         assert self.allocator.available_size() == before
         self.allocator.free_group_end()
         self.requests = [r for i, r in enumerate(self.requests) if i not in chosen]
+
+    @precondition(lambda self: self.requests)
+    @rule(leaves=anyone, joins=st.integers(1, 4), steps=st.integers(1, 4))
+    def a_batch_changes_between_steps(self, leaves, joins, steps):
+        self.decode(steps, 1)
+        self.end_some_in_a_group({leaves})
+        if self.requests:
+            self.decode(steps, 1)
+        self.prefill(joins, True)
+        if self.requests:
+            self.decode(steps, 1)
 
     @rule(aged_only=st.booleans())
     def merge(self, aged_only):
