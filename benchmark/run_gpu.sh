@@ -99,7 +99,7 @@ for s in "${steps[@]}"; do
     churn) step churn "${CHURN_TIMEOUT:-600}" "$python" "$here/backend_churn.py" --out "$out/backend_churn.json" \
       "${commit[@]}" "${own_args[@]}" ;;
     one_rank)
-      step one_rank "${ONE_RANK_TIMEOUT:-1800}" env PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" "$python" -m one_rank \
+      step one_rank "${ONE_RANK_TIMEOUT:-1800}" env PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" "$python" -m one_rank --profile \
         --out "$out/one_rank.json" --logs "$out/one_rank" "${commit[@]}" "${own_args[@]}"
       step one_rank_plot 60 env PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" "$python" -m one_rank.plot "$out/one_rank.json" ;;
     test) step test "${TEST_TIMEOUT:-300}" "${pytest[@]}" ;;

@@ -22,6 +22,9 @@ from .shapes import ACCEPT_LENGTHS, ARMS, SCALES, Run, engine_arguments
 
 TAIL = 8  # tokens of a prompt behind the seeded path
 WARM_STEPS = 4
+PROBE_TOKENS = 6  # about as many steps: dummy weights accept next to nothing
+PROFILED_STEPS = 5
+PROFILED_ARMS = ("plain_triton", "tree_kdtree")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,10 +142,10 @@ def measure(engine, task: Task, context: int, path: list[int], vocab: int) -> di
         return path[: context - TAIL] + path_ids(TAIL, vocab, seed=1000 * context + salt)
 
     # Steps may be 300 times longer at one end of the table than at the other.
-    _, probe = stream(engine, prompt(1), task.s_q * 3 + 2)
+    _, probe = stream(engine, prompt(1), PROBE_TOKENS)
     rough_ms = max(1e3 * (probe[-1].seconds - probe[0].seconds) / max(1, probe[-1].steps - probe[0].steps), 0.01)
     steps = steps_within(task.limit_s, rough_ms, task.steps)
-    # Dummy weights accept next to nothing; what is accepted anyway makes the stream shorter than asked for.
+    # What is accepted all the same makes the stream shorter than asked for.
     first_s, chunks = stream(engine, prompt(2), steps + WARM_STEPS + 2)
     expected = context - TAIL - max(task.page_size, 2)  # EAGLE matches pairs
     if chunks[-1].cached < expected:
@@ -150,23 +153,23 @@ def measure(engine, task: Task, context: int, path: list[int], vocab: int) -> di
             f"{task.arm}: {chunks[-1].cached} tokens of {context} were cached: the seeded path is not found"
         )
     row = row_of(task, context, first_s, chunks)
-    if task.profile:
+    if task.profile and task.arm in PROFILED_ARMS:
         row["kernels_us"] = profile(engine, prompt(3))
     return row
 
 
 def profile(engine, prompt: list[int]) -> dict[str, float]:
-    """Microseconds a step by kind of kernel, of a few steps on their own; profiling slows what it watches."""
+    """Microseconds a step by kind of kernel, of PROFILED_STEPS on their own; profiling slows what it watches."""
     with tempfile.TemporaryDirectory() as folder:
-        # Past the prefill: the profiler starts at a step of the scheduler.
-        engine.start_profile(output_dir=folder, activities=["GPU"], record_shapes=False)
-        _, chunks = stream(engine, prompt, 8)
-        engine.stop_profile()
-        deadline = time.monotonic() + 60
-        while not (traces := list(Path(folder).rglob("*.json.gz"))) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        time.sleep(1)  # the file is being written
-        return kernel_times(traces, steps=max(1, chunks[-1].steps))
+        # By stage: the prefill of the prompt's tail would be most of what is seen. It stops by itself.
+        engine.start_profile(
+            output_dir=folder, activities=["GPU"], record_shapes=False, profile_by_stage=True, num_steps=PROFILED_STEPS
+        )
+        stream(engine, prompt, 4 * PROFILED_STEPS)
+        traces = list(Path(folder).glob("*DECODE*.trace.json.gz"))
+        if len(traces) != 1:
+            raise SystemExit(f"one_rank: {len(traces)} traces of decode steps, one expected: the profile was not taken")
+        return kernel_times(traces, steps=PROFILED_STEPS)
 
 
 def main(argv: list[str]) -> int:

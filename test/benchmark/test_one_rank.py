@@ -167,6 +167,36 @@ def test_kernels_are_counted_by_kind_and_gaps_as_idle(tmp_path):
     }  # fmt: skip
 
 
+class Profiled:
+    """An Engine that writes the traces which it is asked for."""
+
+    def __init__(self, *stages):
+        self.stages, self.asked, self.generated = stages, None, None
+
+    def start_profile(self, **options):
+        self.asked = options
+
+    def generate(self, input_ids, sampling_params, stream):
+        self.generated = sampling_params["max_new_tokens"]
+        for stage in self.stages:
+            events = [{"ph": "X", "cat": "kernel", "name": "_fwd_kernel", "ts": 0, "dur": 100 * len(stage)}]
+            with gzip.open(Path(self.asked["output_dir"]) / f"1-TP-0-{stage}.trace.json.gz", "wt") as file:
+                json.dump({"traceEvents": events}, file)
+        yield {"meta_info": {"completion_tokens": self.generated}}
+
+
+def test_a_profile_is_of_decode_steps_alone():
+    engine = Profiled("EXTEND", "DECODE")
+    assert arm.profile(engine, [1, 2, 3]) == {"attention": 600 / arm.PROFILED_STEPS, "idle": 0.0}
+    assert engine.asked["profile_by_stage"] and engine.asked["num_steps"] == arm.PROFILED_STEPS
+    assert engine.generated > 2 * arm.PROFILED_STEPS  # it stops by itself, at a step behind the last
+
+
+def test_a_profile_that_was_not_taken_stops_the_arm():
+    with pytest.raises(SystemExit, match="0 traces of decode steps"):
+        arm.profile(Profiled("EXTEND"), [1])
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

@@ -67,7 +67,7 @@ def test_the_engine_steps_on_an_unpacked_tree(run, tmp_path):
     assert all(f"PYTHONPATH={site}" in c for c in (backend, e2e, churn)) and all(site in c for c in (one_rank, plot))
     assert "test/srt" in backend and "-m gpu" in backend
     assert f"--out {run.out}/backend_e2e.json" in e2e and "backend_e2e.py" in e2e
-    assert f"-m one_rank --out {run.out}/one_rank.json" in one_rank
+    assert f"-m one_rank --profile --out {run.out}/one_rank.json" in one_rank
     assert f"PYTHONPATH={SCRIPT.parent}:{site}" in one_rank
     assert plot.endswith(f"-m one_rank.plot {run.out}/one_rank.json")
 

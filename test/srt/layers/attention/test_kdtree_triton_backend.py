@@ -345,6 +345,23 @@ def test_a_captured_decode_follows_its_replays(monkeypatch):
     assert step.rows.tolist() == [1, 0, 0]
 
 
+def test_a_bucket_above_the_kernels_limit_is_captured_with_triton(monkeypatch, stock):
+    """A server without speculation may run more requests than the kernel takes."""
+    backend = make_backend(monkeypatch, algorithm=None, width=1)
+    backend.max_batch = 2
+    backend.init_cuda_graph_state(3, 3)
+    decode = ForwardMode.DECODE
+    for bucket, served in ((3, False), (2, True)):
+        batch = batch_of([], [], None, mode=decode, bucket=bucket)
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        backend.init_forward_metadata_in_graph(None)
+        assert (backend.step is not None) == served
+    assert backend.fallbacks == {"more than 2 requests": 1}
+    batch = batch_of([5, 2, 1], [9, 30, 4], None, mode=decode, bucket=3)
+    backend.init_forward_metadata_out_graph(batch)
+    assert backend.kv_indptr[:4].tolist() == [0, 9, 39, 43]  # what Triton reads
+
+
 # Host syncs.
 
 
