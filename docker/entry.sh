@@ -17,7 +17,10 @@ python=${KDTREE_PYTHON:-/opt/kdtree/bin/python}
 recipe=${KDTREE_RECIPE:-/etc/kdtree/recipe.yaml}
 host=${KDTREE_HOST:-127.0.0.1}
 port=${KDTREE_PORT:-30000}
-key_file=${KDTREE_API_KEY_FILE:-${CREDENTIALS_DIRECTORY:+$CREDENTIALS_DIRECTORY/api-key}}
+key_file=${KDTREE_API_KEY_FILE:-}
+if [[ -z $key_file && -e ${CREDENTIALS_DIRECTORY:-/nowhere}/api-key ]]; then
+  key_file=$CREDENTIALS_DIRECTORY/api-key
+fi
 
 refuse() {
   echo "entry.sh: $1" >&2
@@ -40,7 +43,8 @@ config=$(mktemp --suffix=.yaml)
 cat -- "$recipe" >"$config"
 
 # The key goes into the file, not onto the command line, where every user of the machine could read it.
-if [[ -n $key_file && -e $key_file ]]; then
+if [[ -n $key_file ]]; then
+  [[ -r $key_file ]] || refuse "cannot read the API key $key_file as uid $UID"
   key=$(<"$key_file")
   [[ $key =~ ^[A-Za-z0-9._-]{16,}$ ]] || refuse "$key_file: a key of at least 16 letters, digits, dots, dashes is needed"
   printf '\napi-key: "%s"\n' "$key" >>"$config"

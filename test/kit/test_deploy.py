@@ -159,6 +159,13 @@ class TestEntry:
         done, arguments = run("serve", KDTREE_API_KEY_FILE=str(tmp_path / "key"))
         assert done.returncode == 2 and arguments is None
 
+    def test_a_key_that_is_named_but_not_there_is_refused(self, run, tmp_path):
+        """Not served without one: also not on the loopback address."""
+        done, arguments = run("serve", KDTREE_API_KEY_FILE=str(tmp_path / "none"))
+        assert done.returncode == 2 and arguments is None and "cannot read the API key" in done.stderr
+        done, arguments = run("serve", CREDENTIALS_DIRECTORY=str(tmp_path))  # of a unit without this credential
+        assert done.returncode == 0 and "api-key" not in done.stdout
+
     @pytest.mark.parametrize(("host", "code"), [("0.0.0.0", 2), ("192.168.1.4", 2), ("127.0.0.1", 0), ("::1", 0)])
     def test_an_open_address_needs_a_key(self, run, host, code):
         done, arguments = run("serve", KDTREE_HOST=host)
