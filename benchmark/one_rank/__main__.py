@@ -111,9 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=TASK_DEFAULTS["limit_s"], help="seconds of a context, about")
     parser.add_argument("--kv-dtype", choices=("bf16", "fp8"), default="bf16")
     parser.add_argument("--page-size", type=int, default=1)
-    parser.add_argument(
-        "--profile", action="store_true", help="also count the kernels of a few steps of two arms, by kind"
-    )
+    parser.add_argument("--profile", action="store_true", help="also count the kernels of two arms by kind")
     parser.add_argument("--parallel", type=int, default=4, help="Engines on the GPU at once; 27 GB each at full scale")
     parser.add_argument("--timeout", type=float, default=900, help="seconds of one arm, its wait for the turn included")
     parser.add_argument("--logs", type=Path, help="a folder that keeps the arms' logs")
