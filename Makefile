@@ -80,7 +80,7 @@ delta: environment
 	@$(OVERLAY) delta
 
 pr: environment
-	@$(OVERLAY) pr --out ../patches
+	@$(OVERLAY) pr --out '$(CURDIR)/patches'
 
 # From a clean commit; CUDA=1: also the kernel package with CUDA code, which compiles for minutes.
 release:
