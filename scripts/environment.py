@@ -184,7 +184,10 @@ def empty() -> None:
 
 @contextlib.contextmanager
 def only_one() -> Iterator[int]:
-    """Two set-ups of one checkout would write the same files: the second waits for the first."""
+    """Two set-ups of one checkout would write the same files: the second waits for the first.
+
+    Not on a file system that has no locks, as some network ones.
+    """
     handle = os.open(ROOT, os.O_RDONLY)
     try:
         try:
@@ -192,6 +195,8 @@ def only_one() -> Iterator[int]:
         except BlockingIOError:
             say("another set-up of this checkout is running; waiting for it")
             fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:
+            pass
         yield handle
     finally:
         os.close(handle)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What no test can take from this machine: its kernel, its C library and its disk. See also test_environment.py."""
 
+import errno
 import sys
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
+import environment  # noqa: E402
 import installer  # noqa: E402
 import preflight  # noqa: E402
 
@@ -92,3 +94,12 @@ def test_a_pip_that_is_killed_is_reported(tmp_path, number, word):
     with (tmp_path / "lock").open("w") as lock, pytest.raises(installer.Failed) as failure:
         installer.run(command, log=tmp_path / "log", environment={}, lock=lock.fileno())
     assert f"pip was ended by {word}" in str(failure.value) and not failure.value.began
+
+
+def test_a_file_system_without_locks_is_no_hindrance(monkeypatch):
+    def flock(handle, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(environment.fcntl, "flock", flock)
+    with environment.only_one() as handle:
+        assert handle >= 0
