@@ -30,6 +30,13 @@ def naive_attention(q, keys, values, sees, *, scaling, logit_cap=0.0):
     return out
 
 
+def write_rows(buffer, slots, rows):
+    rows = rows.to(buffer.dtype)
+    if buffer.dtype.itemsize == 1:  # fp8 is not assigned by index on every device; bytes are
+        buffer, rows = buffer.view(torch.uint8), rows.view(torch.uint8)
+    buffer[slots] = rows
+
+
 class Pool:
     """KV rows of one layer; slots that nobody owns are NaN."""
 
@@ -50,9 +57,9 @@ class Pool:
         return self.values
 
     def set_kv_buffer(self, layer, loc_info, k, v):
-        self.keys[loc_info.loc] = k.to(self.keys.dtype)
+        write_rows(self.keys, loc_info.loc, k)
         if not self.mla:
-            self.values[loc_info.loc] = v.to(self.values.dtype)
+            write_rows(self.values, loc_info.loc, v)
 
 
 def make_layer(num_heads, num_kv_heads, head_dim, v_head_dim, **fields):

@@ -51,18 +51,13 @@ def make_step(kind, rows, prefixes, bucket, backend, device):
 def compare(kind, captured, device, dtype, kv_dtype=None):
     """-> counters of the one layer after all BATCHES"""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        fields = {"mode": "validate", "device": device, "dtype": dtype}
+        fields = {"mode": "validate", "device": device, "dtype": dtype, "kv_dtype": kv_dtype}
         if device == "cuda":
             fields["cores"] = torch.cuda.get_device_properties(0).multi_processor_count
         if kind == "draft extend":
             backend = make_draft_backend(monkeypatch, **fields)
         else:
             backend = make_backend(monkeypatch, algorithm=None if kind == "decode" else "DDTREE", **fields)
-        pool = backend.token_to_kv_pool
-        if kv_dtype is not None:
-            pool.keys = pool.keys.to(kv_dtype)
-            pool.values = pool.keys[..., :512]
-            backend.validation.errors.mismatch_limit = backend.validation.errors.MISMATCH_LIMIT_FP8
         layer = make_layer(NUM_HEADS, 1, 576, 512)
         static = None
         if captured:

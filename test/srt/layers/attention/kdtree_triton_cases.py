@@ -81,8 +81,9 @@ def patch_settings(monkeypatch, *, mode="on", algorithm="DDTREE", width=4, dump_
 
 
 def make_runner(
-    *, width=4, heads=NUM_HEADS, context=ROW_WIDTH - 16, requests=MAX_REQUESTS, device="cpu", dtype=torch.float32
-):
+    *, width=4, heads=NUM_HEADS, context=ROW_WIDTH - 16, requests=MAX_REQUESTS, device="cpu", dtype=torch.float32,
+    kv_dtype=None,
+):  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     table = torch.zeros(requests + 1, ROW_WIDTH if requests == MAX_REQUESTS else context + 2 * width, dtype=torch.int32)
     pool = Pool(NUM_SLOTS, 1, 576, 512, mla=True)
@@ -93,7 +94,8 @@ def make_runner(
         pool.keys[:] = torch.randn(pool.keys.shape, generator=generator)
         pool.keys[0] = 0
     table = table.to(device)
-    pool.keys = pool.keys.to(device, dtype)
+    kv_dtype = kv_dtype or dtype
+    pool.keys = pool.keys.to(device, kv_dtype)
     pool.values = pool.keys[..., :512]
     config = SimpleNamespace(
         attention_arch=AttentionArch.MLA, context_len=context, head_dim=576, v_head_dim=512, swa_v_head_dim=512,
@@ -105,7 +107,7 @@ def make_runner(
         req_to_token_pool=pool_of_rows, token_to_kv_pool=pool, token_to_kv_pool_allocator=None, page_size=1,
         kv_index_translator=Translator(table), decode_num_tokens_per_req=lambda: width, model_config=config,
         is_draft_worker=False, spec_algorithm=None, device=device, gpu_id=0, model=torch.nn.Module(),
-        dtype=dtype, kv_cache_dtype=dtype, use_mla_backend=True, sliding_window_size=None,
+        dtype=dtype, kv_cache_dtype=kv_dtype, use_mla_backend=True, sliding_window_size=None,
     )  # fmt: skip
 
 
