@@ -131,7 +131,7 @@ def arguments_of(run: Run, device: str, folder: Path) -> dict[str, Any]:
 def eagle_drafter(folder: Path) -> str:
     """A drafter without weights of its own: it is as wrong as it can be, and its draft extend runs all the same."""
     config = json.loads((MODELS / "target" / "config.json").read_text())
-    config |= {"architectures": ["DeepseekV3ForCausalLMNextN"], "num_nextn_predict_layers": 1}
+    config["num_nextn_predict_layers"] = 1  # upstream takes the NextN layer of such a model for a drafter
     path = folder / "eagle"
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
