@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The case study's ladder, a plain kernel per (query row, KV split): 16 splits, 64 splits, then 128-bit loads."""
+"""A ladder of plain kernels, one block per (query row, KV split): 16 splits, 64 splits, then 128-bit loads."""
 
 from __future__ import annotations
 
