@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A plain kernel without tensor cores as three rungs of a ladder: one block per (query row, KV
+// A plain kernel as three rungs of a ladder: one block per (query row, KV
 // split, request), no tensor cores, the latent row read again by every query head. It is here to be
 // measured against, so it stays as simple as the idea:
 //
