@@ -9,11 +9,11 @@ is not moved.
 
 import heapq
 import json
-import os
 
 import pytest
 from e2e.oracle_models import DRAFT_DEPTH, NUM_TOKENS, PROMPTS, greedy_truth, make_models
 from e2e.oracle_plugin.oracle_draft import candidates_of, log_probs_of
+from e2e.plugins import plugin_environment
 from e2e.servers import MODELS, meta, speculative, token_ids
 from e2e.workloads import GREEDY
 
@@ -42,15 +42,8 @@ def answers(models):
 
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory):
-    """A directory for PYTHONPATH with the test aid and its entry point."""
-    directory = tmp_path_factory.mktemp("plugin")
-    source = MODELS.parent / "e2e" / "oracle_plugin" / "oracle_draft.py"
-    (directory / source.name).write_text(source.read_text())
-    info = directory / "oracle_draft-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: oracle-draft\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\noracle_draft = oracle_draft:install\n")
-    return directory
+    module = MODELS.parent / "e2e" / "oracle_plugin" / "oracle_draft.py"
+    return plugin_environment(module, tmp_path_factory.mktemp("plugin"))
 
 
 @pytest.fixture(
@@ -71,12 +64,8 @@ def server(configuration, models, plugin, servers):
             *speculative("DDTREE", directory / "drafter"), "--page-size", str(page_size),
             "--speculative-num-draft-tokens", str(num_nodes), *([] if overlap else ["--disable-overlap-schedule"]),
         ],
-        {"PYTHONPATH": python_path(plugin), "ORACLE_TRUTH": str(directory / "truth.json")},
+        plugin | {"ORACLE_TRUTH": str(directory / "truth.json")},
     )  # fmt: skip
-
-
-def python_path(directory):
-    return os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))
 
 
 def ask(server, kind):

@@ -51,13 +51,12 @@ def seeded_batch():
 
 
 SAMPLED_PROMPT = "class Reader:\n    def __init__(self"
-SAMPLES = 600
+SAMPLES = 400
 SAMPLED_TOKENS = 4
 
 
-def sampled_batch(*, seeds):
-    """The same prompt many times at temperature 1. With seeds, the draws are independent of every other server's."""
-    parameters = [{"temperature": 1.0, "max_new_tokens": SAMPLED_TOKENS, "ignore_eos": True} for _ in range(SAMPLES)]
-    if seeds:
-        parameters = [p | {"sampling_seed": 7_000_000 + i} for i, p in enumerate(parameters)]
-    return [SAMPLED_PROMPT] * SAMPLES, parameters
+def sampled_batch(first_seed):
+    """The same prompt many times at temperature 1, each time with another seed: the answers are the same in every run,
+    and samples of two servers are independent where their seeds are."""
+    common = {"temperature": 1.0, "max_new_tokens": SAMPLED_TOKENS, "ignore_eos": True}
+    return [SAMPLED_PROMPT] * SAMPLES, [common | {"sampling_seed": first_seed + i} for i in range(SAMPLES)]
