@@ -47,6 +47,7 @@ from sglang.srt.speculative.ddtree_checks import (
 from sglang.srt.speculative.ddtree_costs import cost_table
 from sglang.srt.speculative.ddtree_draft import DraftCandidates, is_capture_safe
 from sglang.srt.speculative.ddtree_info import DDTreeVerifyInput
+from sglang.srt.speculative.ddtree_penalties import DDTreeDraftInput, forget_told
 from sglang.srt.speculative.ddtree_report import (
     DDTreeReport,
     StepCounts,
@@ -159,7 +160,13 @@ class DDTreeWorker(DFlashWorkerV2):
     def _validate_phase1_sampling_support(self, batch: ScheduleBatch) -> None:
         """The parent warns here that it cannot sample. A node's token is sampled from
         the target's distribution as plain decoding adjusts it, but for penalties:
-        inside a tree they are those of the tokens committed before the step."""
+        inside a tree they are those of tokens committed before (ddtree_penalties)."""
+
+    def _make_next_draft_input_prefill(self, **fields) -> DDTreeDraftInput:
+        return DDTreeDraftInput.of(super()._make_next_draft_input_prefill(**fields))
+
+    def _make_next_draft_input_decode(self, **fields) -> DDTreeDraftInput:
+        return DDTreeDraftInput.of(super()._make_next_draft_input_decode(**fields))
 
     def prewarm_sampling(self):
         return self.model_runner.prewarm_sampling()
@@ -174,6 +181,7 @@ class DDTreeWorker(DFlashWorkerV2):
         mode = batch.forward_mode
         if mode.is_extend() or batch.is_extend_in_batch or mode.is_idle():
             self.report.start(batch.reqs)
+            forget_told(batch.reqs)
             return super().forward_batch_generation(
                 batch, on_publish, grammar_barrier, pp_proxy_tensors
             )
