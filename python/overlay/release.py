@@ -122,6 +122,7 @@ def check_sums(folder: Path) -> list[Path]:
 def check(fork: Path, pin: Pin, folder: Path, environment: Path, say: Callable[[str], None]) -> Path:
     """Install the release as a user does, serve the small model, compare its answers. -> the bill of materials"""
     root, wheels = fork.parent, check_sums(folder)
+    environment = environment.absolute()  # the server is started in another folder
     ours = one_of(wheels, f"{pin.name}-*-cp{sys.version_info.major}{sys.version_info.minor}-*_{os.uname().machine}.whl")
     kernels = one_of(wheels, f"{KERNELS.replace('-', '_')}-*-any.whl")
     if environment.exists():

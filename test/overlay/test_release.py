@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Releases: the same bytes twice, of a described commit, with licences inside; and a check that notices."""
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -204,3 +205,22 @@ def test_the_bill_of_materials_says_nothing_of_the_machine(tmp_path, monkeypatch
     said[:] = [f'{{"path": "{tmp_path}/env/lib"}}']
     with pytest.raises(Refused, match="a.cdx.json names .*/env: it would say something of this machine"):
         release.write_sbom(Path("python"), target, tmp_path / "env")
+
+
+def test_the_check_takes_a_relative_folder(small, tmp_path, monkeypatch):
+    """The server is started in another folder than the check."""
+    names, given = [f"sglang-1.0-{upstream_tag()}", "sgl_kernel_sm120-1-py3-none-any"], []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(release, "check_sums", lambda folder: [folder / f"{name}.whl" for name in names])
+    monkeypatch.setattr(release, "run", lambda command, **_: None)
+    monkeypatch.setattr(release, "compare_answers", lambda port, root: None)
+    monkeypatch.setattr(release, "write_sbom", lambda python, target, environment: given.append(python) or target)
+
+    @contextlib.contextmanager
+    def serving(python, root):
+        given.append(python)
+        yield 1
+
+    monkeypatch.setattr(release, "serving", serving)
+    assert release.check(small.root, small.pin(), Path("dist"), Path("dist/env"), print).name.endswith("-cpu.cdx.json")
+    assert given == [tmp_path / "dist" / "env" / "bin" / "python"] * 2
