@@ -192,6 +192,14 @@ def test_more_requests_than_the_kernel_takes_decode_on_the_reference(settings):
     assert backend.fallbacks == {"more than 256 requests": 1}
 
 
+def test_every_rank_says_what_it_runs(settings, caplog):
+    settings.kernel.kdtree_verify = "validate"
+    with caplog.at_level(logging.INFO):
+        KDTreeVerifyBackend(make_case(page_size=16).runner)
+    assert "kdtree_sm120 in torch, tp rank 0: verify validate" in caplog.text
+    assert "4 verified tokens, page size 16" in caplog.text
+
+
 def test_prefill_is_the_stock_backend_and_leaves_no_step(settings):
     """A step left over from a verification must not catch the next forward."""
     case = make_case()

@@ -4,8 +4,10 @@ the rest by the torch reference. The same modes, counters and reproducers as on 
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Optional
 
+from sgl_kernel_sm120 import __version__ as kernel_version
 from sgl_kernel_sm120.attention import MAX_B
 
 from sglang.srt.layers.attention.kdtree_serving import KDTreeServing
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+logger = logging.getLogger(__name__)
+
 
 class KDTreeVerifyBackend(KDTreeServing, TorchReferenceAttnBackend):
     def __init__(self, runner: ModelRunner):
@@ -29,6 +33,16 @@ class KDTreeVerifyBackend(KDTreeServing, TorchReferenceAttnBackend):
             num_heads=runner.model_config.get_max_num_attention_heads()
             // get_parallel().attn_tp_size,
             width=int(runner.decode_num_tokens_per_req()),
+        )
+        # On every rank: the check that all of them run it.
+        logger.info(
+            "kdtree_sm120 in torch, tp rank %d: verify %s, sgl_kernel_sm120 %s, "
+            "%d verified tokens, page size %d.",
+            get_parallel().tp_rank,
+            self.mode,
+            kernel_version,
+            self.width,
+            runner.page_size,
         )
 
     def serves(self, mode: ForwardMode) -> bool:
