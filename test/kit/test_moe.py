@@ -39,6 +39,12 @@ class TestCounting:
         got = moe_trace.routed(tokens, source="x")
         assert got.layers == [2] and got.tokens.shape == (1, 1, 4)
 
+    def test_passes_of_a_dense_drafter_are_no_steps(self, counts):
+        """The recorder of a speculating server has an empty pass for each draft."""
+        with_drafts = np.zeros((4, 1, 8), dtype=np.int64)
+        with_drafts[1::2] = counts
+        assert moe_trace.routed(with_drafts, source="x").tokens.tolist() == counts.tolist()
+
 
 class TestCost:
     def test_experts_in_order(self, counts):

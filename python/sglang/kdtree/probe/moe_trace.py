@@ -35,7 +35,10 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def routed(tokens: np.ndarray, *, source: str) -> Counts:
-    """Without the layers that route nothing: the recorder has a row for the dense ones too."""
+    """Without the layers and the steps that route nothing: the recorder has a row for the dense
+    layers too, and a step for the forward passes of a dense drafter and for the unused rest of its ring.
+    """
+    tokens = tokens[tokens.any(axis=(1, 2))]
     layers = np.flatnonzero(tokens.any(axis=(0, 2)))
     if not len(layers):
         raise _unreadable(Path(source), "no routed token in it")
@@ -138,10 +141,6 @@ def _from_recorder(files: list[tuple[Path, dict]], *, source: str) -> Counts:
         counts = np.concatenate(
             [document["logical_count"].numpy() for _, document in files]
         )
-        # The recorder's ring buffer is zero where no step was recorded yet.
-        counts = counts[counts.reshape(len(counts), -1).any(axis=1)]
-        if not len(counts):
-            raise _unreadable(files[0][0], "a recording without any step")
         return routed(counts.astype(np.int64), source=source)
     return routed(_sum_ranks(files), source=source)
 
