@@ -7,7 +7,9 @@ makes before anything of it runs, and are handed what a spawned process is hande
 another way. Three imports of sglang take 20 s of a core and more; this takes one for all servers.
 
     python fork_server.py, a JSON line on stdin for each request:
-    {"start": [server arguments], "env": {whole environment}, "log": path}  ->  pid of the server, a session of its own
+    {"start": [server arguments], "env": {whole environment}, "own": {what of it is this server's}, "log": path}
+        ->  pid of the server, a session of its own; or a text that says why not: a variable of its own was read while
+        sglang was imported, and had another value
     {"status": pid}  ->  null while it runs, else its exit code as subprocess gives it
 """
 
@@ -24,6 +26,8 @@ import socket
 import sys
 import time
 
+import setproctitle
+
 PROGRAM = "sglang.launch_server"
 # What the three kinds of processes import before they read their arguments; not PROGRAM, which is run.
 IMPORTED = [
@@ -33,27 +37,56 @@ IMPORTED = [
     "sglang.srt.models.registry",
 ]
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+# Read at import too, but a server takes its own: run_server puts the paths in; the other is read again when it is used.
+FREE = {"PYTHONPATH", "SGLANG_CPU_OMP_THREADS_BIND"}
 HIGH_FD = 512  # above every descriptor that is handed to a spawned process
 
 
+class RecordedEnvironment:
+    """Which variables were asked for."""
+
+    def __enter__(self):
+        self.names, self.original = set(), os._Environ.__getitem__
+
+        def getitem(environ, name):
+            self.names.add(name)
+            return self.original(environ, name)
+
+        os._Environ.__getitem__ = getitem
+        return self
+
+    def __exit__(self, *exception):
+        os._Environ.__getitem__ = self.original
+
+
 def main():
+    # Finds the memory of the title, which ends where the first environment begins.
+    setproctitle.getproctitle()
     # The platform is chosen by the command line, while sglang is imported.
     set_command_line(["--device", "cpu"])
-    for module in IMPORTED:
-        importlib.import_module(module)
+    given = dict(os.environ)
+    with RecordedEnvironment() as read:
+        for module in IMPORTED:
+            importlib.import_module(module)
     assert len(os.listdir("/proc/self/task")) == 1, "an import started a thread: what it holds is lost in a fork"
     gc.collect()
     gc.freeze()
     requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     for line in requests:
         request = json.loads(line)
-        if "start" in request:
-            reply = os.fork()
-            if reply == 0:
-                return run_server(request, close=(requests, replies))
-        else:
+        if "status" in request:
             pid, status = os.waitpid(request["status"], os.WNOHANG)
             reply = os.waitstatus_to_exitcode(status) if pid else None
+        elif late := sorted(
+            name for name, value in request["own"].items() if name in read.names - FREE and value != given.get(name)
+        ):
+            reply = f"{late} was read while sglang was imported: see IMPORT_TIME in servers.py"
+        else:
+            reply = os.fork()
+            if reply == 0:
+                set_by_imports = {name: value for name, value in os.environ.items() if given.get(name) != value}
+                set_environment(request["env"] | set_by_imports)
+                return run_server(request, close=(requests, replies))
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 
@@ -68,7 +101,6 @@ def run_server(request, close):
         os.dup2(fd, target)
     os.close(null)
     os.close(log)
-    set_environment(request["env"])
     sys.path[:0] = [path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
     spawn = make_spawner()
     original = multiprocessing.util.spawnv_passfds

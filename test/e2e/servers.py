@@ -62,7 +62,9 @@ class Server:
         self.returncode: int | None = None
         log.touch()
         command = [*arguments, "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]]
-        self.pid = parent.ask(start=command, env=os.environ | ENVIRONMENT | dict(env), log=str(log))
+        whole = os.environ | ENVIRONMENT | dict(env)
+        self.pid = parent.ask(start=command, env=whole, own=dict(env), log=str(log))
+        assert isinstance(self.pid, int), self.pid
 
     def poll(self) -> int | None:
         """None while it runs, then its exit code."""
