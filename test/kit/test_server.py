@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bench and probe commit-length against the real server on a CPU, with the small trained model and DDTREE."""
+"""Every verb that speaks to a server, against the real one on a CPU with the small trained model and DDTREE.
 
+The server validates its kernel against the stock one, records its experts and exports metrics; a file that a test lays
+down disturbs one layer of the kernel.
+"""
+
+import json
 import os
 import signal
 import socket
@@ -9,10 +14,13 @@ import sys
 import time
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import requests
 import yaml
+from kit.test_deploy import metric_names
+from prometheus_client.parser import text_string_to_metric_families
 
 pytestmark = pytest.mark.server  # a start as a user has it, without e2e/fork_server.py
 
@@ -21,6 +29,29 @@ ENTRY = Path(__file__).parents[2] / "docker" / "entry.sh"
 KEY = "a-key-for-this-test-only"
 START_WITHIN_S = 1200  # against what hangs, on a slow and busy machine too
 TREE = 16
+EXPERTS, TOP_K, LAYERS, MOE_LAYERS = 8, 2, 3, 2  # of test/models/target
+# Loaded by the server's processes: the kernel goes wrong in layer 1 while a file is there. And what upstream's expert
+# recorder asks of a device module and torch.cpu lacks, which is why it needs a GPU outside of this test.
+DISTURBANCE = """
+import os
+
+
+def install():
+    import torch
+
+    torch.cpu.is_current_stream_capturing = lambda: False
+    from sglang.srt.layers.attention import kdtree_verify
+
+    real = kdtree_verify.TreeVerifier.run
+
+    def disturbed(self, step, q, kv_cache, layer, **options):
+        out = real(self, step, q, kv_cache, layer, **options)
+        if layer.layer_id == 1 and os.path.exists(os.environ["KIT_DISTURB"]):
+            out[:, 0] += 1.0
+        return out
+
+    kdtree_verify.TreeVerifier.run = disturbed
+"""
 # The fork on a CPU: the small model in float32, a tree of 16.
 RECIPE = {
     "model-path": str(MODELS / "target"),
@@ -28,6 +59,9 @@ RECIPE = {
     "device": "cpu",
     "dtype": "float32",
     "attention-backend": "kdtree_sm120",
+    "kdtree-verify": "validate",
+    "kv-defrag": "tier0",
+    "expert-distribution-recorder-mode": "per_pass",
     "speculative-algorithm": "DDTREE",
     "speculative-draft-model-path": str(MODELS / "drafter"),
     "speculative-num-draft-tokens": TREE,
@@ -37,8 +71,21 @@ RECIPE = {
 }
 
 
+class Running(NamedTuple):
+    url: str
+    folder: Path
+
+
+def lay_plugin(folder):
+    info = folder / "kit_disturb-1.dist-info"
+    info.mkdir(parents=True)
+    (folder / "kit_disturb.py").write_text(DISTURBANCE)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kit-disturb\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nkit_disturb = kit_disturb:install\n")
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def running(tmp_path_factory):
     """One server for the module, started as container and systemd unit start it: by the entry script, with a key."""
     if "+kdtree" not in metadata.version("sglang"):
         pytest.skip("the fork is not installed: make test installs it")
@@ -48,8 +95,9 @@ def server(tmp_path_factory):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     folder = tmp_path_factory.mktemp("server")
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"kdtree-dump-dir": str(folder / "mismatches")}))
     (folder / "key").write_text(KEY)
+    lay_plugin(folder / "plugin")
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
@@ -59,6 +107,9 @@ def server(tmp_path_factory):
         "KDTREE_PORT": str(port),
         "KDTREE_API_KEY_FILE": str(folder / "key"),
         "TMPDIR": str(folder),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(folder / "plugin"), os.environ.get("PYTHONPATH")])),
+        "KIT_DISTURB": str(folder / "disturb"),
+        "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR": str(folder / "experts"),
     }
     log = folder / "log.txt"
     with log.open("w") as out:
@@ -66,13 +117,18 @@ def server(tmp_path_factory):
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until_ready(url, process, log)
-        yield url
+        yield Running(url=url, folder=folder)
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def server(running):
+    return running.url
 
 
 @pytest.fixture(autouse=True)
@@ -150,30 +206,99 @@ def test_commit_length_of_the_trained_drafter(server, cli):
     for point in phrase:
         assert point["commit_length"] >= 5 and point["follows_phrase"] >= 0.8
         assert point["proposed_drafts"] == TREE - 1
+        assert 1 <= point["chain_length"] <= point["commit_length"]
         # 64 tokens: one from the prefill, the rest in verify steps of at most 8 (a block and its bonus token).
         assert 63 / 8 <= point["steps"] <= 63
         assert sum(point["histogram"]) == point["steps"]
 
 
 def test_throughput_is_upstreams_benchmark(server, cli, tmp_path):
-    pytest.importorskip("datasets")  # upstream's benchmark needs it; the CPU set leaves it out
+    out = tmp_path / "out.jsonl"
     code, document = cli(
         "bench", "throughput", "--", "--backend", "sglang", "--base-url", server, "--dataset-name", "random-ids",
         "--model", MODELS / "target", "--served-model-name", "small", "--num-prompts", "2", "--random-input-len", "32",
-        "--random-output-len", "8", "--output-file", tmp_path / "out.jsonl", "--disable-tqdm",
+        "--random-output-len", "8", "--random-range-ratio", "1", "--output-file", out, "--disable-tqdm",
     )  # fmt: skip
     assert code == 0 and document["returncode"] == 0
-    assert (tmp_path / "out.jsonl").stat().st_size > 100
+    (line,) = out.read_text().splitlines()
+    measured = json.loads(line)
+    assert (measured["completed"], measured["total_output_tokens"]) == (2, 16)
+
+
+def test_the_experts_that_decoding_chooses(running, cli, tmp_path):
+    """Every verify step routes a tree of tokens to the best experts of every MoE layer; the prefill is left out."""
+    _, document = cli(
+        "probe", "moe", "--url", running.url, "--record-dir", running.folder / "experts", "--context", 300,
+        "--output-tokens", 32, "--ranks", 4, "--redundant", 4, "--batches", "2", "--plot", tmp_path / "moe.png",
+    )  # fmt: skip
+    assert (document["experts"], len(document["layers"])) == (EXPERTS, MOE_LAYERS)
+    assert document["tokens_per_step"] == TREE * TOP_K and 2 <= document["steps"] <= 32
+    rows = {row["name"]: row for row in document["scenarios"]}
+    base = rows["expert parallel, in order"]
+    assert rows["tensor parallel"]["lost_share"] == 0 and TOP_K <= base["slowest_mean"] * 4
+    assert sum(document["activated_per_rank"]) == pytest.approx(4 * base["activated_mean"])
+    # The file alone gives the same.
+    again = cli("probe", "moe", "--trace", document["source"], "--ranks", 4, "--redundant", "", "--batches", "")[1]
+    assert again["activated_per_rank"] == document["activated_per_rank"]
+    # Recording is over, and the server goes on serving.
+    longctx(cli, running.url)
+
+
+def verify(cli, url):
+    return cli("probe", "verify", "--url", url, "--contexts", "200", "--steps", 280)
+
+
+def test_validate_mode_counts_a_sound_kernel(server, cli):
+    code, document = verify(cli, server)
+    assert code == 0 and document["mismatches"] == 0
+    # The server reports every 256 steps at least: a tree of rows in each layer of each.
+    assert document["rows_compared"] >= 256 * TREE * LAYERS
+    assert document["rows_over_ulp"] == 0 and document["max_abs_error"] < 1e-4
+
+
+def test_a_kernel_gone_wrong_is_counted_dumped_and_found_offline(running, cli):
+    disturb = running.folder / "disturb"
+    disturb.touch()
+    try:
+        code, document = verify(cli, running.url)
+    finally:
+        disturb.unlink()
+    assert code == 1 and document["mismatches"] > 0 and document["max_abs_error"] == pytest.approx(1.0, abs=1e-3)
+    code, offline = cli("probe", "verify", "--dump", running.folder / "mismatches")
+    (row,) = offline["reproducers"]
+    assert code == 1 and (row["verdict"], row["layer"], row["s_q"]) == ("kdtree-wrong", 1, TREE)
+    assert row["upstream"]["relative"] < 1e-4 < row["kdtree"]["relative"]
+    assert row["kdtree"]["max_abs"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_the_dashboard_asks_for_metrics_that_are_exported(server):
+    """By name, and by the label of its one variable.
+
+    What counts an event has no sample before the first one: nothing is handed to Triton on a CPU, and tier 0 moves
+    nothing. Their names are looked up in the sources (test_deploy.py).
+    """
+    of_events = {
+        f"sglang:{name}_total" for name in ("kdtree_fallback_calls", "kv_defrag_runs", "kv_defrag_bytes_moved")
+    }
+    requests.post(
+        server + "/generate",
+        json={
+            "text": "The cat sat on",
+            "sampling_params": {"max_new_tokens": 1500, "temperature": 0, "ignore_eos": True},
+        },
+        headers={"Authorization": f"Bearer {KEY}"},
+        timeout=600,
+    ).raise_for_status()
+    families = text_string_to_metric_families(requests.get(server + "/metrics", timeout=600).text)
+    samples = [sample for family in families for sample in family.samples if sample.name.startswith("sglang:")]
+    assert samples
+    named = {sample.name for sample in samples if sample.labels.get("model_name") == "small"}
+    assert set(metric_names()) - named == of_events
 
 
 def test_a_wrong_model_name(server, cli_error):
     error = cli_error("bench", "longctx", "--url", server, "--model", "large")
     assert "'small'" in error["expected"] and error["got"] == "'large'"
-
-
-def test_verify_needs_validate_mode(server, cli_error):
-    error = cli_error("probe", "verify", "--url", server)
-    assert error["got"] == "'on'" and "--kdtree-verify validate" in error["remedy"]
 
 
 def test_the_entry_scripts_health_check(server):
