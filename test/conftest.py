@@ -2,12 +2,18 @@
 """What all tests share: servers, the order of files, no limits that a slow machine could break, and a reason for each
 test of the GPU that is skipped."""
 
+import os
+import signal
 from pathlib import Path
 
 import hypothesis
 import pytest
 from e2e.servers import Servers
 from srt.zygote import Zygote
+
+# What a shell starts in the background ignores SIGINT, and so would all that the tests start and end with it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No example may fail for the time that it took.
 hypothesis.settings.register_profile(
@@ -17,23 +23,25 @@ hypothesis.settings.load_profile("any machine")
 
 # The files that take longest, in seconds on an idle core: they start first, or one would run alone at the end.
 SECONDS = {
+    "srt/mem_cache/test_defrag_server.py": 265,
+    "overlay/test_each_edit.py": 185,
+    "kit/test_server.py": 150,
     "e2e/test_small_model.py": 120,
-    "overlay/test_each_edit.py": 110,
-    "overlay/test_series.py": 100,
-    "kit/test_server.py": 90,
-    "srt/mem_cache/test_defrag_server.py": 80,
-    "e2e/test_oracle.py": 60,
-    "e2e/test_other_paths.py": 50,
-    "e2e/test_triton_interpreted.py": 50,
-    "e2e/test_bad_input.py": 50,
-    "scripts/test_serve_small_model.py": 40,
-    "overlay/test_wheel.py": 50,
+    "e2e/test_bad_input.py": 90,
+    "e2e/test_oracle.py": 90,
+    "e2e/test_ddtree_adaptive.py": 75,
+    "e2e/test_other_paths.py": 75,
+    "kit/test_cli.py": 45,
+    "scripts/test_serve_small_model.py": 45,
+    "e2e/test_triton_interpreted.py": 30,
     "srt/test_loudness.py": 30,
-    "models/test_offline_walk.py": 30,
-    "e2e/test_ddtree_adaptive.py": 30,
-    "kernels/test_build.py": 30,
-    "srt/test_torch_cpu_platform.py": 25,
-    "srt/mem_cache/test_churn_replay.py": 25,
+    "kernels/test_build.py": 27,
+    "srt/layers/attention/test_kdtree_triton_graphs.py": 26,
+    "overlay/test_series.py": 22,
+    "overlay/test_wheel.py": 21,
+    "kit/test_deploy.py": 18,
+    "benchmark/test_arms.py": 17,
+    "models/test_offline_walk.py": 16,
 }
 
 
@@ -42,6 +50,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     gone = [name for name in SECONDS if not (here / name).exists()]
     assert not gone, f"SECONDS names what is no file: {gone}"
     items.sort(key=lambda item: -SECONDS.get(item.path.relative_to(here).as_posix(), 0))
+    if not os.environ.get("LONG"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="takes minutes: make test LONG=1"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not cuda_is_available():
         for item in marked:

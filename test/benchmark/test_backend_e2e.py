@@ -115,6 +115,7 @@ def test_runs_differ_in_what_their_name_says(run, tmp_path):
 
 
 @pytest.mark.server
+@pytest.mark.long
 def test_the_comparison_runs_end_to_end_on_a_cpu(tmp_path):
     out = tmp_path / "r.json"
     command = [

@@ -278,6 +278,7 @@ def test_an_arm_that_fails_is_said_to_have_failed(monkeypatch, tmp_path, capsys)
 
 
 @pytest.mark.server
+@pytest.mark.long
 def test_the_benchmark_runs_end_to_end_on_a_small_model(tmp_path):
     """An Engine for each arm: the context is found in the prefix cache, and the rows are those of a result file."""
     out = tmp_path / "r.json"

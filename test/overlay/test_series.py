@@ -180,6 +180,7 @@ def lay_prefix(target: Path, site: Path, pinned, contents: dict[str, bytes], min
 
 
 @pytest.mark.timeout(1200)  # half a minute on an idle machine
+@pytest.mark.long
 def test_every_prefix_of_the_series_passes_the_tests_that_it_adds(
     fork, pinned, fork_plan, steps, tmp_path, fresh_process
 ):
