@@ -20,13 +20,12 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from verify_bench.results import commit, gpu_info
+
 from . import results, table
 from .shapes import ARMS, SCALES, TREE_SIZES, Run, Scale, runs_of, unavailable
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "kernels"))
-
-from verify_bench.results import commit, gpu_info  # noqa: E402
 
 TASK_DEFAULTS = {"steps": 32, "limit_s": 5.0}
 

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+
+from verify_bench import result_file
+from verify_bench.result_file import save as save
 
 from .shapes import ACCEPT_LENGTHS, ARMS
 
@@ -44,26 +46,11 @@ def key_of(row: dict) -> tuple:
 
 def problems(data: dict) -> list[str]:
     """What is wrong with a result file; empty when it is one."""
-    found: list[str] = []
-
-    def check(what: str, item: dict, keys: dict) -> None:
-        for key, kind in keys.items():
-            if key not in item:
-                found.append(f"{what}: no '{key}'")
-            elif not isinstance(item[key], kind) or (isinstance(item[key], bool) and kind is not bool):
-                found.append(f"{what}: '{key}' is {item[key]!r}")
-
-    if not isinstance(data, dict) or not isinstance(data.get("header"), dict) or not isinstance(data.get("rows"), list):
-        return ["not a result file: expected an object with 'header' and 'rows'"]
-    check("header", data["header"], HEADER_KEYS)
-    if data["header"].get("format") != FORMAT:
-        found.append(f"header: format {data['header'].get('format')!r}, expected {FORMAT!r}")
+    found, rows = result_file.field_problems(
+        data, format=FORMAT, header_keys=HEADER_KEYS, row_keys=ROW_KEYS, missing_keys=MISSING_KEYS
+    )
     seen = set()
-    for i, row in enumerate(data["rows"]):
-        before = len(found)
-        check(f"row {i}", row, ROW_KEYS)
-        if len(found) > before:
-            continue
+    for i, row in rows:
         if row["arm"] not in ARMS:
             found.append(f"row {i}: no arm {row['arm']!r}")
         if not 0 < row["ms_per_step_p20"] <= row["ms_per_step_p50"] <= row["ms_per_step_p80"]:
@@ -77,25 +64,8 @@ def problems(data: dict) -> list[str]:
         if key_of(row) in seen:
             found.append(f"row {i}: {key_of(row)} occurs twice")
         seen.add(key_of(row))
-    for i, missing in enumerate(data.get("not_available", [])):
-        check(f"not_available {i}", missing, MISSING_KEYS)
     return found
 
 
 def load(path: Path) -> dict:
-    data = json.loads(path.read_text())
-    found = problems(data)
-    if found:
-        raise ValueError(f"{path}: " + "; ".join(found[:5]))
-    return data
-
-
-def save(path: Path, data: dict) -> None:
-    """One line a row, so that a diff of two runs can be read."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ["{", f'"header": {json.dumps(data["header"], indent=1)},']
-    for key in ("rows", "not_available"):
-        body = ",\n".join(json.dumps(item) for item in data.get(key, []))
-        lines.append(f'"{key}": [\n{body}\n]' + ("," if key == "rows" else ""))
-    lines.append("}")
-    path.write_text("\n".join(lines) + "\n")
+    return result_file.load(path, problems)

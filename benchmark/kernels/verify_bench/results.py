@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import platform
 import subprocess
 from importlib import metadata
@@ -13,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from . import counters
+from . import counters, result_file
 from .probes import Ceilings
+from .result_file import save as save
 from .shapes import Shape
 from .timing import Timing
 
@@ -89,26 +89,11 @@ def shape_of(r: dict) -> Shape:
 
 def problems(data: dict) -> list[str]:
     """What is wrong with a result file; empty when it is one."""
-    found = []
-
-    def check(what: str, item: dict, keys: dict) -> None:
-        for key, kind in keys.items():
-            if key not in item:
-                found.append(f"{what}: no '{key}'")
-            elif not isinstance(item[key], kind) or (isinstance(item[key], bool) and kind is not bool):
-                found.append(f"{what}: '{key}' is {item[key]!r}")
-
-    if not isinstance(data, dict) or not isinstance(data.get("header"), dict) or not isinstance(data.get("rows"), list):
-        return ["not a result file: expected an object with 'header' and 'rows'"]
-    check("header", data["header"], HEADER_KEYS)
-    if data["header"].get("format") != FORMAT:
-        found.append(f"header: format {data['header'].get('format')!r}, expected {FORMAT!r}")
+    found, rows = result_file.field_problems(
+        data, format=FORMAT, header_keys=HEADER_KEYS, row_keys=ROW_KEYS, missing_keys=MISSING_KEYS
+    )
     seen = set()
-    for i, r in enumerate(data["rows"]):
-        before = len(found)
-        check(f"row {i}", r, ROW_KEYS)
-        if len(found) > before:
-            continue
+    for i, r in rows:
         if not 0 < r["us_p20"] <= r["us_p50"] <= r["us_p80"]:
             found.append(f"row {i}: percentiles are not 0 < p20 <= p50 <= p80")
         if not r["error"] < 1:  # NaN too
@@ -121,28 +106,11 @@ def problems(data: dict) -> list[str]:
         if (r["arm"], shape) in seen:
             found.append(f"row {i}: {r['arm']} at {shape} occurs twice")
         seen.add((r["arm"], shape))
-    for i, m in enumerate(data.get("not_available", [])):
-        check(f"not_available {i}", m, MISSING_KEYS)
     return found
 
 
 def load(path: Path) -> dict:
-    data = json.loads(path.read_text())
-    found = problems(data)
-    if found:
-        raise ValueError(f"{path}: " + "; ".join(found[:5]))
-    return data
-
-
-def save(path: Path, data: dict) -> None:
-    """One line a row, so that a diff of two runs can be read."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ["{", f'"header": {json.dumps(data["header"], indent=1)},']
-    for key in ("rows", "not_available"):
-        body = ",\n".join(json.dumps(item) for item in data.get(key, []))
-        lines.append(f'"{key}": [\n{body}\n]' + ("," if key == "rows" else ""))
-    lines.append("}")
-    path.write_text("\n".join(lines) + "\n")
+    return result_file.load(path, problems)
 
 
 def _run(*command: str) -> str | None:

@@ -41,8 +41,8 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// The same, and __syncthreads, where warps come from different branches of the code. The hardware
-// makes no difference; synccheck takes `bar.sync` for a promise that all meet at one instruction.
+// The same, and __syncthreads, where warps come from different branches of the code: the aligned
+// `bar.sync` can be read as a promise that all meet at one instruction.
 __device__ __forceinline__ void role_barrier_sync(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
