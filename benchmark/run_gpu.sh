@@ -4,35 +4,38 @@
 #
 #   bash benchmark/run_gpu.sh [--site DIR[:DIR]] [--bundle DIR] [--out DIR] [STEP...] [-- ARGUMENTS OF THE BENCHMARK]
 #
-# STEP, in this order by default (with --bundle and no --site: test, bench, sanitize, plot):
+# STEP, in this order by default (with --bundle and no --site: test, bench, ddtree, kv_layout, sanitize, plot):
 #   test       tests of the kernels (pytest -m gpu test/kernels)
 #   backend    tests of the attention backend: captured steps in real CUDA graphs, and what other parts mark as gpu
 #   e2e        backend_e2e.py: the real Engine, upstream's Triton against kdtree_sm120          -> backend_e2e.json
 #   churn      backend_churn.py: a server under 64 clients for minutes                           -> backend_churn.json
 #   one_rank   one rank of Kimi K2.6, step time against context                                 -> one_rank.json, plots
 #   bench      every kernel of this job side by side                                            -> mla_tree_verify.json
+#   ddtree     the kernels that a draft tree adds to a step                                      -> ddtree.json
+#   kv_layout  the verify kernel over slots in runs and anywhere, the allocator's sorts, the move -> kv_layout.json
 #   sanitize   compute-sanitizer over the kernels' tests
 #   plot       plots of bench
 # A failed step does not stop the next ones; the exit code says whether one failed. What comes after -- goes to bench, or to
 # the one step that was named.
 # The environment is an installed one (pip install ./python[cuda] and ./sgl-kernel-sm120), or a tree that is laid out like
-# site-packages and unpacked on an offline host: --site. --bundle: what pack_gpu.py wrote, for test, bench, sanitize, plot;
-# without it the native libraries of build_native.py are built here if nvcc is.
+# site-packages and unpacked on an offline host: --site. --bundle: what pack_gpu.py wrote, for its steps above; without it
+# the native libraries of build_native.py are built here if nvcc is.
 # Environment: PYTHON (python3), COMMIT where there is no git; seconds a step: TEST_TIMEOUT, BACKEND_TIMEOUT, E2E_TIMEOUT,
-# CHURN_TIMEOUT, ONE_RANK_TIMEOUT, BENCH_TIMEOUT, SANITIZE_TIMEOUT (300, 300, 900, 600, 1800, 500, 120 each tool).
+# CHURN_TIMEOUT, ONE_RANK_TIMEOUT, BENCH_TIMEOUT, DDTREE_TIMEOUT, KV_LAYOUT_TIMEOUT, SANITIZE_TIMEOUT
+# (300, 300, 900, 600, 1800, 500, 300, 600, 120 each tool).
 set -u -o pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(dirname "$here")
 python=${PYTHON:-python3}
 bundle= site= out=$here/out
-all=(test backend e2e churn one_rank bench sanitize plot)
+all=(test backend e2e churn one_rank bench ddtree kv_layout sanitize plot)
 steps=()
 while [ $# -gt 0 ]; do
   case $1 in
     --bundle) bundle=$(cd "${2:?--bundle needs a folder}" && pwd) || exit 2; shift 2 ;;
     --site) site=${2:?--site needs a folder}; shift 2 ;;
     --out) out=${2:?--out needs a folder}; shift 2 ;;
-    test | backend | e2e | churn | one_rank | bench | sanitize | plot) steps+=("$1"); shift ;;
+    test | backend | e2e | churn | one_rank | bench | ddtree | kv_layout | sanitize | plot) steps+=("$1"); shift ;;
     --) shift; break ;;
     -h | --help) sed -n '3,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) echo "run_gpu.sh: unknown argument '$1'; steps are ${all[*]}" >&2; exit 2 ;;
@@ -41,7 +44,7 @@ done
 bench_args=("$@") own_args=()
 if [ ${#steps[@]} = 1 ] && [ "${steps[0]}" != bench ]; then own_args=("$@") bench_args=(); fi
 if [ ${#steps[@]} = 0 ]; then
-  if [ -n "$bundle" ] && [ -z "$site" ]; then steps=(test bench sanitize plot); else steps=("${all[@]}"); fi
+  if [ -n "$bundle" ] && [ -z "$site" ]; then steps=(test bench ddtree kv_layout sanitize plot); else steps=("${all[@]}"); fi
 fi
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
@@ -53,11 +56,12 @@ if [ -n "$site" ]; then
   # A process of a server that takes another interpreter than this one would lose the tree's torch.
   folder=$(dirname "$(command -v "$python")") && export PATH=$folder:$PATH
 fi
+if [ -n "$bundle" ]; then COMMIT=$(cat "$bundle/COMMIT"); fi
 commit=()
 [ -z "${COMMIT:-}" ] || commit=(--commit "$COMMIT")
 if [ -n "$bundle" ]; then
   export PYTHONPATH=$bundle/site${PYTHONPATH:+:$PYTHONPATH}
-  bench+=(--native "$bundle/native" --sglang-kernels "$bundle/sglang_kernels" --commit "$(cat "$bundle/COMMIT")")
+  bench+=(--native "$bundle/native" --sglang-kernels "$bundle/sglang_kernels")
 elif [[ " ${steps[*]} " == *" bench "* ]] && [ ! -f "$here/build/native/libprobes.so" ]; then
   "$python" "$here/kernels/build_native.py" || echo "run_gpu.sh: some native libraries are missing; their arms will be reported as not available"
 fi
@@ -103,7 +107,12 @@ for s in "${steps[@]}"; do
         --out "$out/one_rank.json" --logs "$out/one_rank" "${commit[@]}" "${own_args[@]}"
       step one_rank_plot 60 env PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" "$python" -m one_rank.plot "$out/one_rank.json" ;;
     test) step test "${TEST_TIMEOUT:-300}" "${pytest[@]}" ;;
-    bench) step bench "${BENCH_TIMEOUT:-500}" "${bench[@]}" --out "$out/mla_tree_verify.json" "${bench_args[@]}" ;;
+    bench) step bench "${BENCH_TIMEOUT:-500}" "${bench[@]}" --out "$out/mla_tree_verify.json" "${commit[@]}" \
+      "${bench_args[@]}" ;;
+    ddtree) step ddtree "${DDTREE_TIMEOUT:-300}" "$python" "$here/kernels/bench_ddtree.py" --out "$out/ddtree.json" \
+      "${commit[@]}" "${own_args[@]}" ;;
+    kv_layout) step kv_layout "${KV_LAYOUT_TIMEOUT:-600}" "$python" "$here/bench_kv_layout.py" --out "$out/kv_layout.json" \
+      "${commit[@]}" "${own_args[@]}" ;;
     sanitize) sanitize ;;
     plot) step plot 60 "$python" "$here/kernels/plot_mla_tree_verify.py" "$out/mla_tree_verify.json" --out "$out" ;;
   esac

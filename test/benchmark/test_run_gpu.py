@@ -51,10 +51,15 @@ def test_all_steps_in_order(run):
         and f"--native {run.bundle}/native" in calls[1]
         and "--commit abc123" in calls[1]
     )
-    assert [c.split()[2] for c in calls[2:6]] == ["memcheck", "racecheck", "initcheck", "synccheck"]
-    assert all("--kernel-name kns=sgl_kernel_sm120" in c and "-m pytest" in c for c in calls[2:6])
-    assert all(c.endswith("caching=1") for c in calls[2:6])
-    assert "plot_mla_tree_verify.py" in calls[6]
+    for call, script, result in (
+        (calls[2], "kernels/bench_ddtree.py", "ddtree.json"),
+        (calls[3], "bench_kv_layout.py", "kv_layout.json"),
+    ):
+        assert call.endswith(f"{SCRIPT.parent}/{script} --out {run.out}/{result} --commit abc123"), call
+    assert [c.split()[2] for c in calls[4:8]] == ["memcheck", "racecheck", "initcheck", "synccheck"]
+    assert all("--kernel-name kns=sgl_kernel_sm120" in c and "-m pytest" in c for c in calls[4:8])
+    assert all(c.endswith("caching=1") for c in calls[4:8])
+    assert "plot_mla_tree_verify.py" in calls[8] and len(calls) == 9
     assert {p.name for p in run.out.iterdir()} >= {"test.log", "bench.log", "plot.log", "sanitize-racecheck.log"}
 
 
@@ -77,11 +82,15 @@ def test_an_installed_environment_runs_everything(run):
     ran = " ".join(calls)
     for part in ("test/kernels", "test/srt", "backend_e2e.py", "-m one_rank ", "bench_mla_tree_verify.py"):
         assert part in ran, part
+    assert "bench_ddtree.py" in ran and "bench_kv_layout.py" in ran
 
 
 def test_arguments_go_to_the_one_step_that_is_named(run):
     _, calls = run("one_rank", "--", "--arms", "tree_kdtree")
     assert calls[0].endswith("--arms tree_kdtree") and "tree_kdtree" not in calls[1]
+    for step in ("ddtree", "kv_layout"):
+        _, (call,) = run("--bundle", str(run.bundle), step, "--", "--budget-ms", "9")
+        assert call.endswith("--commit abc123 --budget-ms 9")
     _, calls = run("--bundle", str(run.bundle), "test", "bench", "--", "--shapes", "smoke")
     assert "smoke" not in calls[0] and calls[1].endswith("--shapes smoke")
 
