@@ -24,6 +24,8 @@ OURS := python/overlay scripts docker test sgl-kernel-sm120 benchmark
 # At upstream's paths: upstream's formatter, import order and lint rules.
 UPSTREAM_STYLE := python/sglang test/registered
 export MODEL DRAFT ARGS PORT
+# Images set this. Every process of a server, and of the tests, would then compile torch and sglang anew: 15 s of a core.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: serve test environment test-environment gates lint format delta pr release check-release
 .DEFAULT_GOAL := test
