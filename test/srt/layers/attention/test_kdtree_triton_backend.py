@@ -504,6 +504,16 @@ def test_off_is_the_stock_backend(monkeypatch, stock):
     assert backend.verify_mask is None and backend.tree_mask_mode == TreeMaskMode.FULL_MASK
 
 
+@pytest.mark.parametrize("algorithm", ["DFLASH", "DDTREE"])
+def test_off_captures_a_chain_without_the_dummy_mask(monkeypatch, algorithm):
+    """A capture brings a dummy mask; DFLASH's replays bring none, so its graph must not read one."""
+    backend = make_backend(monkeypatch, mode="off", algorithm=algorithm)
+    backend.init_cuda_graph_state(5, 5 * N)
+    capture(backend, 2)
+    mask = backend.forward_metadata.custom_mask
+    assert mask is (None if algorithm == "DFLASH" else backend.verify_mask.buffer)
+
+
 def test_on_never_calls_the_stock_kernel(monkeypatch, stock):
     backend, out = eager_tree(monkeypatch, "on")
     assert stock.calls == [] and out.abs().max() < 7

@@ -240,8 +240,13 @@ class KDTreeTritonBackend(KDTreeTritonServing):
         metadata = super()._build_cuda_graph_forward_metadata(
             bs, forward_mode, spec_info, swa_out_cache_loc
         )
-        if self.masks is not None and forward_mode.is_target_verify():
-            metadata.custom_mask = self.masks.full
+        if forward_mode.is_target_verify():
+            if self.masks is not None:
+                metadata.custom_mask = self.masks.full
+            elif get_spec().speculative_algorithm == "DFLASH":
+                # Upstream captures its chain without a mask on stock backends alone,
+                # which it knows by the name of their class; no replay brings one.
+                metadata.custom_mask = None
         return metadata
 
     # Layers.
