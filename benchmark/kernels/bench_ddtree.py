@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FORMAT = "ddtree-1"
 INPUTS = 8  # score sheets to rotate over
 LAYERS, KV_ROW = 61, 576  # of the KV that accepted paths are moved in, bf16
-POOL_SLOTS = 16384
+POOL_SLOTS = 32768  # the largest shape has as many nodes
 
 
 @dataclasses.dataclass(frozen=True)
