@@ -138,6 +138,16 @@ def eagle_drafter(folder: Path) -> str:
     return str(path)
 
 
+def use_plugin(module: Path, folder: Path) -> None:
+    """In the processes of Engines that start from here on. folder: does not exist yet."""
+    sys.path.append(str(ROOT / "test"))
+    from e2e.plugins import plugin_environment
+
+    folder.mkdir()
+    os.environ.update(plugin_environment(module, folder))
+    sys.path.insert(0, str(folder))  # the Engine loads plugins in this process too
+
+
 def prompts() -> tuple[list[str], list[dict]]:
     """Texts of 1 to 300 tokens and answers of 16 to 104: the batch shrinks while it runs."""
     entries = json.loads((MODELS / "expected_steps.json").read_text())["entries"]
@@ -152,7 +162,10 @@ def child(argv: list[str]) -> int:
     request alone; log-probabilities of the first."""
     spec = json.loads(argv[0])
     with tempfile.TemporaryDirectory() as name:
-        arguments = arguments_of(Run(**spec["run"]), spec["device"], Path(name))
+        run = Run(**spec["run"])
+        arguments = arguments_of(run, spec["device"], Path(name))
+        if run.algorithm == "EAGLE":
+            use_plugin(HERE / "eagle_norm.py", Path(name) / "plugins")
         print(f"backend_e2e: {json.dumps(arguments)}", flush=True)
         import sglang
 

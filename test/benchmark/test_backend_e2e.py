@@ -114,6 +114,30 @@ def test_runs_differ_in_what_their_name_says(run, tmp_path):
     assert "speculative_draft_attention_backend" not in arguments
 
 
+def test_a_plugin_joins_the_norms_of_a_hidden_size_that_upstreams_refuses(tmp_path):
+    """In a process of its own, as an Engine loads it: a hook that runs before the scheduler's __init__."""
+    code = f"""
+import sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import backend_e2e, pathlib, torch
+backend_e2e.use_plugin(pathlib.Path({str(SCRIPT.parent)!r}) / "eagle_norm.py", pathlib.Path({str(tmp_path / "p")!r}))
+from sglang.srt.plugins import load_plugins
+from sglang.srt.managers.scheduler import Scheduler
+load_plugins()
+try:
+    Scheduler()
+except TypeError:
+    pass
+from sglang.srt.models import deepseek_nextn
+x, y, a, b = torch.randn(4, 3, 256).unbind()
+out = deepseek_nextn.fused_eh_norm(x, y, a[0], b[0], 1e-6)
+parts = [v * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6) * w for v, w in ((x, a[0]), (y, b[0]))]
+torch.testing.assert_close(out, torch.cat(parts, -1))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=270)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.mark.server
 @pytest.mark.long
 def test_the_comparison_runs_end_to_end_on_a_cpu(tmp_path):
