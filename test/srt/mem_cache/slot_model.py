@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.common import (
 )
 from sglang.srt.mem_cache.defrag.metrics import DefragMetrics
 from sglang.srt.mem_cache.defrag.mover import SlotMover
+from sglang.srt.mem_cache.defrag.step_checks import ContentWatch
 from sglang.srt.mem_cache.defrag.tier1 import Tier1Defragmenter
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -36,6 +37,7 @@ class MarkPool:
     def __init__(self, size: int, page_size: int):
         self.size, self.page_size, self.device = size, page_size, "cpu"
         self.marks = torch.full((size + page_size,), -1, dtype=torch.int64)
+        self.kv_buffer = [self.marks[:, None]]  # As pools of MLA have it.
         self.moves = 0
 
     def get_kv_size_bytes(self) -> int:
@@ -111,6 +113,7 @@ class SlotModel:
             on_device=lambda: bool(self.on_device),
             overlap=overlap,
             move_tree_slots=True,
+            watch=ContentWatch(pools),
         )
         self.defrag.block = max(1, block // page_size)
 

@@ -36,7 +36,7 @@ COMMON = [
     *("--speculative-num-draft-tokens", "16"),
 ]
 TIER1 = ["--kv-defrag", "tier1", "--kv-defrag-copy-budget", "256K"]
-# Every slot is counted after every step. That waits for the device, so one run goes without.
+# Every slot is counted, and its KV compared, after every step. That waits for the device, so one run goes without.
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
 GREEDY = {"temperature": 0.0, "max_new_tokens": 128, "ignore_eos": True}
 START_TIMEOUT_S, REQUEST_TIMEOUT_S = 150, 60
@@ -173,6 +173,7 @@ def test_moved_slots_change_no_answer(outcomes, name):
     assert not found["problems"], found
     assert log.count("KV defragmentation: tier1 active") == case.ranks and "KV relocation failed" not in log
     assert log.count("KV slots are counted after every step") == (case.ranks if case.env else 0)
+    assert log.count("The KV of running requests is compared after every step") == (case.ranks if case.env else 0)
     assert log.count("compared between the ranks") == (case.ranks if case.ranks > 1 else 0)
     assert moved > 0, "nothing was moved: the test shows nothing"
 

@@ -107,6 +107,7 @@ def test_tokens_are_those_of_torch(server, case, entries):
     assert all(longest > 0 for longest in by_rank(server, "sglang:kv_longest_run_tokens").values())
     if case.tier == "tier1":
         assert ranks_that_say(log, "KV defragmentation: tier1 moves up to") == ranks
+        assert ranks_that_say(log, "The KV of running requests is compared after every step") == ranks
         assert "KV relocation failed" not in log
         moved = by_rank(server, "sglang:kv_defrag_bytes_moved_total")
         assert sorted(moved) == ranks

@@ -23,7 +23,7 @@ def checked(model, group=None):
 @pytest.fixture(params=[1, 4], ids=["slots", "pages"])
 def model(request):
     """Two requests that share a cached prefix and have slots of their own."""
-    model = SlotModel(page_size=request.param)
+    model = SlotModel(page_size=request.param, block=2 * request.param)
     for own in (1, 2):
         model.start([9] * 8 + [own] * 6)
     for _ in range(9):
@@ -58,6 +58,44 @@ def test_rows_that_share_slots_on_purpose_are_not_counted(model):
     model.running[0].beam_group = object()
     model.allocator.alloc(model.page_size)
     checked(model).after_step(2)
+
+
+@pytest.fixture
+def watched(model):
+    """A model whose rows have moved under the eyes of the watch."""
+    for step in range(8):
+        model.scatter(step)
+        assert model.decode()
+        model.relocate()
+    return model
+
+
+@pytest.mark.parametrize("pool", ["pool", "draft"])
+def test_kv_that_was_overwritten_is_found(watched, pool):
+    slot = watched._row(watched.running[1])[9]
+    getattr(watched, pool).marks[slot] += 1
+    with pytest.raises(RuntimeError, match=f"KV content: 1 of .* the first is 9, then in slot {slot}, now in {slot}"):
+        watched.relocate()
+
+
+def test_kv_that_was_moved_to_a_wrong_place_is_found(model, monkeypatch):
+    def reversed_move(tgt, src):
+        for pool in (model.pool, model.draft):
+            pool.move_kv_cache(tgt.flip(0), src)
+
+    monkeypatch.setattr(model.defrag, "mover", reversed_move)
+    with pytest.raises(RuntimeError, match="KV content"):
+        for step in range(9):
+            model.scatter(step)
+            assert model.decode()
+            model.relocate()
+
+
+def test_slots_that_the_cache_replaced_are_another_matter(watched):
+    req = watched.running[0]
+    (slot,) = watched.allocator.alloc(watched.page_size)[:1].tolist()
+    watched._row(req)[0] = slot  # Its KV is computed anew, and may be rounded otherwise.
+    watched.defrag._relocate()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ Layers, lowest first; none imports upwards:
     tree_values    the prefix cache's view of a moved slot
     rewrite        the commit: rows and tree name the new slots
     metrics        counters and gauges of one rank
-    step_checks    debug mode: owners and ranks after every step
+    step_checks    debug mode: owners, KV and ranks after every step
     settings       flags, refusals, which allocator to build
     tier0          the free list at idle, the gauges
     tier1          moving slots: one step at each safe point of the scheduler

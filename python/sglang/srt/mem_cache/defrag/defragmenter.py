@@ -12,7 +12,7 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.defrag.metrics import DefragMetrics
 from sglang.srt.mem_cache.defrag.mover import SlotMover
 from sglang.srt.mem_cache.defrag.settings import parse_size
-from sglang.srt.mem_cache.defrag.step_checks import StepChecks
+from sglang.srt.mem_cache.defrag.step_checks import ContentWatch, StepChecks
 from sglang.srt.mem_cache.defrag.tier0 import Tier0Defragmenter
 from sglang.srt.mem_cache.defrag.tier1 import Tier1Defragmenter
 from sglang.srt.mem_cache.defrag.tree_values import values_alias_the_tree
@@ -81,6 +81,13 @@ def _step_checks(scheduler) -> Optional[StepChecks]:
     )
 
 
+def _content_watch(mover: SlotMover) -> Optional[ContentWatch]:
+    if not envs.SGLANG_CHECK_KV_PAGE_INVARIANTS.get():
+        return None
+    logger.info("The KV of running requests is compared after every step.")
+    return ContentWatch(mover.pools)
+
+
 def defragmenter_of(scheduler) -> Defragmenter:
     """The scheduler's defragmenter, built when it first idles, which is before its first request."""
     attributes = vars(scheduler)
@@ -132,6 +139,7 @@ def build_defragmenter(scheduler) -> Defragmenter:
         on_device=lambda: len(scheduler.result_queue) > 0,
         overlap=scheduler.enable_overlap,
         move_tree_slots=move_tree_slots,
+        watch=_content_watch(mover),
         **tier0,
     )
     logger.info(

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Debug mode: after every step each slot has one owner, and the ranks agree.
+"""Debug mode: after every step each slot has one owner, the ranks agree, and the KV of
+the running requests is what it was.
 
-Both read whole tensors back to the host, so they are on with
-``SGLANG_CHECK_KV_PAGE_INVARIANTS`` only, upstream's switch for a check of this cost.
-Upstream counts the owned slots, and looks whether one of them is free; what is here
-also finds a slot with two owners, and ranks that have come apart.
+All of it reads whole tensors, so it is on with ``SGLANG_CHECK_KV_PAGE_INVARIANTS``
+only, upstream's switch for a check of this cost. Upstream counts the owned slots, and
+looks whether one of them is free; what is here also finds a slot with two owners,
+ranks that have come apart, and KV that was overwritten or moved to a wrong place.
 """
 
 from __future__ import annotations
@@ -30,6 +31,72 @@ def checksum(numbers: torch.Tensor) -> int:
     )
     mixed = (mixed ^ (mixed >> 29)) * 0x1F35A7BD3C8B4E29
     return int((mixed ^ (mixed >> 32)).sum())
+
+
+class Watched(NamedTuple):
+    """Of a row after a step, int64 [n] each: its slots, and a sum of the KV in each."""
+
+    slots: torch.Tensor
+    sums: torch.Tensor
+
+
+class ContentWatch:
+    """The KV of written positions stays the same, bit for bit, wherever it lies.
+
+    ``pools`` are those that move together: the target's and the draft's.
+    """
+
+    def __init__(self, pools: Sequence):
+        self.buffers = [buffer for pool in pools for buffer in _buffers_of(pool)]
+        first = self.buffers[0]
+        self._moved_to = torch.arange(first.shape[0], device=first.device)
+        self._rows: dict[tuple, Watched] = {}
+
+    def follow(self, src: torch.Tensor, tgt: torch.Tensor) -> None:
+        """The KV of ``src`` int64 [n] is in ``tgt`` [n] from here on."""
+        self._moved_to[src] = tgt
+
+    def after_step(self, rows: Sequence[tuple[tuple, torch.Tensor]]) -> None:
+        """``rows``: (key, the slots whose KV nothing writes any more, int64 [n]), of the
+        running requests. Raise RuntimeError where a position is still in the slot that
+        it was in before, or in the one it was moved to, and holds something else."""
+        before, self._rows = self._rows, {}
+        for key, slots in rows:
+            now = self._rows[key] = Watched(slots, self._sums_of(slots))
+            old = before.get(key)
+            if old is None:
+                continue
+            n = min(slots.numel(), old.slots.numel())
+            # The prefix cache may have replaced a row's slots by those of its own copy.
+            stayed = self._moved_to[old.slots[:n]] == slots[:n]
+            wrong = torch.nonzero(stayed & (old.sums[:n] != now.sums[:n])).flatten()
+            if wrong.numel():
+                at = int(wrong[0])
+                raise RuntimeError(
+                    f"KV content: {wrong.numel()} of {n} positions of row {key} hold "
+                    f"other KV than a step ago; the first is {at}, then in slot "
+                    f"{int(old.slots[at])}, now in {int(slots[at])}."
+                )
+        torch.arange(self._moved_to.numel(), out=self._moved_to)
+
+    def _sums_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """int64 [n]: of the values of a slot in all layers, and of their places."""
+        return torch.cat([self._sums(part) for part in slots.split(8192)])
+
+    def _sums(self, slots: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros_like(slots)
+        for number, buffer in enumerate(self.buffers):
+            words = buffer[slots].flatten(1).view(torch.int32).long()
+            places = 2 * torch.arange(words.shape[1], device=words.device) + 1
+            total += (words * (places * places + 977 * number)).sum(1)
+        return total
+
+
+def _buffers_of(pool) -> list[torch.Tensor]:
+    """[slots, ...] of each layer: KV, or keys and values."""
+    if hasattr(pool, "kv_buffer"):
+        return list(pool.kv_buffer)
+    return [*pool.k_buffer, *pool.v_buffer]
 
 
 class StepChecks:

@@ -48,6 +48,7 @@ from sglang.srt.mem_cache.defrag.snapshot import (
     read_snapshot,
     take_snapshot,
 )
+from sglang.srt.mem_cache.defrag.step_checks import ContentWatch
 from sglang.srt.mem_cache.defrag.tier0 import Tier0Defragmenter
 from sglang.srt.mem_cache.defrag.tree_values import path_values
 
@@ -73,9 +74,11 @@ class Tier1Defragmenter(Tier0Defragmenter):
         on_device: Callable[[], bool],
         overlap: bool,
         move_tree_slots: bool,
+        watch: Optional[ContentWatch] = None,
         **tier0,
     ):
         super().__init__(**tier0)
+        self.watch = watch
         self.tree_cache = tree_cache
         self.mover = mover
         self.chunked_request = chunked_request
@@ -119,6 +122,18 @@ class Tier1Defragmenter(Tier0Defragmenter):
                 self.failed = True
         if self.overlap:
             self.runs.age()
+        if self.watch is not None:
+            self.watch.after_step(self._written_rows())
+
+    def _written_rows(self) -> list[tuple[tuple, torch.Tensor]]:
+        """What ``ContentWatch.after_step`` takes."""
+        table, rows = self.req_to_token_pool.req_to_token, []
+        for req in self.running_requests():
+            tokens = self._movable(req) * self.page_size
+            if tokens:
+                key = (req.kv.req_pool_idx, self._generation(req))
+                rows.append((key, table[req.kv.req_pool_idx, :tokens].long()))
+        return rows
 
     def _relocate_some(self) -> None:
         if self._moves and self.runs.loan != self._loan:
@@ -234,6 +249,8 @@ class Tier1Defragmenter(Tier0Defragmenter):
             self.mover(tgt, src)
             self._committing = True
             self._rewriter(pieces, src, tgt)
+            if self.watch is not None:
+                self.watch.follow(src, tgt)
         for taken, count in used:
             self.runs.take_lent(count) if taken else self.runs.skip_lent(count)
         if pieces:
