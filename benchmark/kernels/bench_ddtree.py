@@ -158,6 +158,20 @@ def show(rows: list[dict]) -> None:
         )
 
 
+def save(args: argparse.Namespace, rows: list[dict]) -> None:
+    document = {
+        "format": FORMAT,
+        "date": datetime.date.today().isoformat(),
+        "commit": args.commit or results.commit(ROOT),
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "sgl_kernel_sm120": sgl_kernel_sm120.__version__,
+        "rows": rows,
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the CPU ops, to try it")
@@ -175,19 +189,9 @@ def main(argv: list[str] | None = None) -> int:
         more, is_shape_right = run_shape(shape, device, args.seed, args.budget_ms)
         rows += more
         right = right and is_shape_right
+        if args.out:  # after each shape: the references of the last ones take a minute on the host
+            save(args, rows)
     show(rows)
-    if args.out:
-        document = {
-            "format": FORMAT,
-            "date": datetime.date.today().isoformat(),
-            "commit": args.commit or results.commit(ROOT),
-            "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
-            "torch": torch.__version__,
-            "sgl_kernel_sm120": sgl_kernel_sm120.__version__,
-            "rows": rows,
-        }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
     return 0 if right else 1
 
 
