@@ -48,6 +48,7 @@ REPORT = re.compile(
     r"(?P<mismatches>\d+) mismatches"
 )
 MISMATCH = re.compile(r"kdtree_sm120 validate[^:]*: (mismatch, .*)")
+START = re.compile(r"kdtree_sm120 (?:[\w ]+ )?(?:over Triton|in torch), tp rank (\d+): verify (\w+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,15 +59,24 @@ class Run:
     graphs: bool = True
     backend: str = "triton"  # or kdtree_sm120
     mode: str = ""  # of kdtree_sm120
+    ranks: int = 1  # of tensor parallelism
 
     @property
     def name(self) -> str:
         graphs = "graphs" if self.graphs else "eager"
-        return f"{self.algorithm} {self.kv} page{self.page} {graphs} {self.backend} {self.mode}".strip()
+        name = f"{self.algorithm} {self.kv} page{self.page} {graphs} {self.backend} {self.mode}".strip()
+        return name if self.ranks == 1 else f"{name} tp{self.ranks}"
 
     @property
     def stock(self) -> Run:
         return Run(self.algorithm, self.kv, self.page)
+
+    @property
+    def partner(self) -> Run:
+        """What it is compared with: of several ranks one, of one rank upstream's. Upstream's is its own."""
+        if self.ranks == 1:
+            return self.stock
+        return dataclasses.replace(self, ranks=1, mode="on" if self.mode else "")
 
 
 def all_runs() -> list[Run]:
@@ -98,7 +108,8 @@ def unavailable(run: Run, device: str) -> str | None:
 
 def arguments_of(run: Run, device: str, folder: Path) -> dict[str, Any]:
     arguments: dict[str, Any] = {
-        "model_path": str(MODELS / "target"), "page_size": run.page, "max_running_requests": 16, "random_seed": 1,
+        "model_path": str(MODELS / "target"), "page_size": run.page, "max_running_requests": 16,
+        "random_seed": run.ranks,  # samples that are compared are independent
         "max_total_tokens": 32768, "context_length": 4096, "sampling_backend": "pytorch", "grammar_backend": "none",
         "watchdog_timeout": 300, "log_level": "info", "attention_backend": run.backend,
     }  # fmt: skip
@@ -112,6 +123,8 @@ def arguments_of(run: Run, device: str, folder: Path) -> dict[str, Any]:
             arguments["disable_cuda_graph"] = True
     if run.mode:
         arguments["kdtree_verify"] = run.mode
+    if run.ranks > 1:
+        arguments |= several_ranks(run.ranks, device)
     if run.kv == "fp8":
         arguments["kv_cache_dtype"] = "fp8_e4m3"
     if run.algorithm in ("DFLASH", "DDTREE"):
@@ -126,6 +139,25 @@ def arguments_of(run: Run, device: str, folder: Path) -> dict[str, Any]:
             "speculative_num_draft_tokens": NODES,
         }  # fmt: skip
     return arguments
+
+
+def several_ranks(ranks: int, device: str, *, custom_all_reduce: bool = False) -> dict[str, Any]:
+    """Of an Engine. NCCL by default: it is there on every host. FlashInfer's fused all-reduce is upstream's default on
+    some cards, and would make two runs differ by what is installed."""
+    arguments: dict[str, Any] = {"tp_size": ranks, "enforce_disable_flashinfer_allreduce_fusion": True}
+    if device == "cuda" and not custom_all_reduce:
+        arguments["disable_custom_all_reduce"] = True
+    return arguments
+
+
+def environment_of(ranks: int, device: str) -> dict[str, str]:
+    """What the processes of several ranks need besides. Engines that share GPUs see unequal free memory, which
+    upstream takes for a fault."""
+    if ranks == 1:
+        return {}
+    if device == "cpu":
+        return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(ranks))}
+    return {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
 
 
 def eagle_drafter(folder: Path) -> str:
@@ -164,6 +196,8 @@ def child(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as name:
         run = Run(**spec["run"])
         arguments = arguments_of(run, spec["device"], Path(name))
+        if spec["sampling"] is not None and spec["device"] == "cpu":
+            arguments["enable_deterministic_inference"] = True  # seeds of requests need it; on a GPU it changes kernels
         if run.algorithm == "EAGLE":
             use_plugin(HERE / "eagle_norm.py", Path(name) / "plugins")
         print(f"backend_e2e: {json.dumps(arguments)}", flush=True)
@@ -186,10 +220,30 @@ def child(argv: list[str]) -> int:
         result["accept_length"] = [round(o["meta_info"].get("spec_accept_length") or 1.0, 3) for o in outputs]
         result["again"] = [o["output_ids"] for o in engine.generate(texts, parameters)]
         result["alone"] = engine.generate(texts[:1], parameters[:1])[0]["output_ids"]
+        if spec["sampling"] is not None:
+            sys.path.append(str(ROOT / "test"))
+            from e2e import workloads
+
+            batch = workloads.sampled_batch(first_seed=spec["sampling"])
+            result["sampled"] = [o["output_ids"] for o in engine.generate(*batch)]
+            if spec["device"] == "cpu":
+                result["seeded"] = [o["output_ids"] for o in engine.generate(*workloads.seeded_batch())]
         Path(spec["out"]).write_text(json.dumps(result))
         time.sleep(1)  # for the reports of validate mode
         engine.shutdown()
     return 0
+
+
+def log_of_rank(log: str, rank: int, ranks: int) -> str:
+    """The lines that a rank wrote; of one rank they do not say so."""
+    if ranks == 1:
+        return log
+    return "\n".join(line for line in log.splitlines() if re.match(rf"\[\S+ \S+ TP{rank}\b", line))
+
+
+def started_ranks(log: str, mode: str) -> list[int]:
+    """The ranks whose start-up line says this mode, each once."""
+    return sorted({int(rank) for rank, said in START.findall(log) if said == mode})
 
 
 def validate_reports(log: str) -> list[dict]:
@@ -205,14 +259,16 @@ def validate_reports(log: str) -> list[dict]:
     return list(found.values())
 
 
-def execute(run: Run, args: argparse.Namespace, folder: Path) -> dict:
+def execute(run: Run, args: argparse.Namespace, folder: Path, *, sampling: int | None = None) -> dict:
+    """One Engine in a process of its own. args: device, logs, timeout. sampling: also sample, from this seed on."""
     out, log = folder / f"{run.name}.json", (args.logs or folder) / f"{run.name}.log"
-    spec = {"run": dataclasses.asdict(run), "device": args.device, "out": str(out)}
+    spec = {"run": dataclasses.asdict(run), "device": args.device, "out": str(out), "sampling": sampling}
     with open(log, "w") as file:
         try:
             code = subprocess.run(
                 [sys.executable, str(Path(__file__).resolve()), "--child", json.dumps(spec)],
                 stdout=file, stderr=subprocess.STDOUT, timeout=args.timeout,
+                env=os.environ | environment_of(run.ranks, args.device),
             ).returncode  # fmt: skip
         except subprocess.TimeoutExpired:
             code = None
@@ -223,9 +279,14 @@ def execute(run: Run, args: argparse.Namespace, folder: Path) -> dict:
         lines = [line for line in text.splitlines() if "Error" in line] or text.splitlines()[-1:] or ["no output"]
         error = (f"not done after {args.timeout} s" if code is None else f"exit code {code}: {lines[-1]}")[:400]
     print(f"{run.name}: {error or 'ran'}", flush=True)
+    reports = [
+        {"rank": rank, **report}
+        for rank in range(run.ranks)
+        for report in validate_reports(log_of_rank(text, rank, run.ranks))
+    ]
     return {
-        "run": run, "result": result, "error": error, "reports": validate_reports(text),
-        "mismatches": MISMATCH.findall(text),
+        "run": run, "result": result, "error": error, "reports": reports, "mismatches": MISMATCH.findall(text),
+        "started": started_ranks(text, run.mode),
     }  # fmt: skip
 
 
@@ -247,8 +308,8 @@ def compare(stock: dict, ours: dict, kv: str) -> dict:
     return {"parted": parted, "max_logprob_difference": round(drift, 5), "problems": problems}
 
 
-def judge(done: dict[Run, dict], run: Run) -> dict:
-    """A row of the result file."""
+def judge(done: dict[Run, dict], run: Run, *, reference: bool = False) -> dict:
+    """A row of the result file. reference: of a run that others are compared with, and it with none."""
     own = done[run]
     row = {
         **dataclasses.asdict(run),
@@ -261,19 +322,29 @@ def judge(done: dict[Run, dict], run: Run) -> dict:
         row["problems"] = [own["error"]]
         return row
     row["start_s"], row["accept_length"] = own["result"]["start_s"], own["result"]["accept_length"]
-    if run.backend == "triton":
+    if run.mode and own["started"] != list(range(run.ranks)):
+        row["problems"].append(f"verify {run.mode} is in the start-up lines of ranks {own['started']}")
+    if reference or run.partner == run:
         return row
-    stock = done.get(run.stock)
-    if stock is None or stock["result"] is None:
-        row["problems"] = ["upstream's run, to compare with, did not run"]
+    partner = done.get(run.partner)
+    if partner is None or partner["result"] is None:
+        row["problems"].append(f"{run.partner.name}, to compare with, did not run")
         return row
-    row |= compare(stock["result"], own["result"], run.kv)
+    found = compare(partner["result"], own["result"], run.kv)
+    row |= found | {"problems": row["problems"] + found["problems"]}
     if run.mode == "validate":
-        expected = {"target"} | ({"draft extend"} if run.algorithm == "EAGLE" else set())
-        missing = expected - {report["part"] for report in own["reports"] if report["rows"]}
-        row["problems"] += [f"validate mode compared nothing of the {part}" for part in sorted(missing)]
+        parts = ["target"] + (["draft extend"] if run.algorithm == "EAGLE" else [])
+        compared = {(report["rank"], report["part"]) for report in own["reports"] if report["rows"]}
+
+        def of(rank: int) -> str:
+            return f" on rank {rank}" if run.ranks > 1 else ""
+
         row["problems"] += [
-            f"{report['mismatches']} mismatches of the {report['part']}"
+            f"validate mode compared nothing of the {part}{of(rank)}"
+            for rank in range(run.ranks) for part in parts if (rank, part) not in compared
+        ]  # fmt: skip
+        row["problems"] += [
+            f"{report['mismatches']} mismatches of the {report['part']}{of(report['rank'])}"
             for report in own["reports"] if report["mismatches"]
         ]  # fmt: skip
         row["problems"] += own["mismatches"]
@@ -320,14 +391,20 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
+def commit_of_checkout() -> str:
+    from verify_bench.results import commit
+
+    return commit(ROOT)
+
+
 def header(args: argparse.Namespace, options: list[str]) -> dict:
     import torch
-    from verify_bench.results import commit, gpu_info
+    from verify_bench.results import gpu_info
 
     return {
         "format": FORMAT,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "commit": args.commit or commit(ROOT),
+        "commit": args.commit or commit_of_checkout(),
         "device": args.device,
         "gpu": gpu_info() if args.device == "cuda" else None,
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__},

@@ -58,7 +58,12 @@ kdtree_sm120 validate: 128 rows compared, 0 over the limit, {FACTS}, 0 mismatche
 
 def rows_of(log, run, **fields):
     a = outcome(answer(1, 2, 3))
-    common = {"error": None, "reports": e2e.validate_reports(log), "mismatches": e2e.MISMATCH.findall(log)}
+    common = {
+        "error": None,
+        "reports": [{"rank": 0, **report} for report in e2e.validate_reports(log)],
+        "mismatches": e2e.MISMATCH.findall(log),
+        "started": [0],
+    }
     done = {
         run.stock: {"run": run.stock, "result": a, **common},
         run: {"run": run, "result": a, **common} | fields,
@@ -90,8 +95,10 @@ def test_a_run_that_failed_and_one_without_a_partner_are_problems():
     row = rows_of("", EAGLE, result=None, error="exit code 1: ValueError: no")
     assert row["problems"] == ["exit code 1: ValueError: no"]
     run = e2e.Run("DDTREE", backend="kdtree_sm120", mode="on")
-    alone = {run: {"run": run, "result": outcome(answer(1)), "error": None, "reports": [], "mismatches": []}}
-    assert e2e.judge(alone, run)["problems"] == ["upstream's run, to compare with, did not run"]
+    alone = {
+        run: {"run": run, "result": outcome(answer(1)), "error": None, "reports": [], "mismatches": [], "started": [0]}
+    }
+    assert e2e.judge(alone, run)["problems"] == ["DDTREE bf16 page1 graphs triton, to compare with, did not run"]
 
 
 def test_every_run_of_ours_has_its_upstream_run():
