@@ -4,5 +4,6 @@
 import sys
 from pathlib import Path
 
-# verify_bench, which the benchmarks share.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
+# verify_bench and the scripts, which share with this.
+HERE = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(HERE), str(HERE / "kernels")]

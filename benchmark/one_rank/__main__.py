@@ -20,6 +20,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from backend_e2e import environment_of
 from verify_bench.results import commit, gpu_info
 
 from . import results, table
@@ -28,6 +29,10 @@ from .shapes import ARMS, SCALES, TREE_SIZES, Run, Scale, runs_of, unavailable
 HERE = Path(__file__).resolve().parent
 
 TASK_DEFAULTS = {"steps": 32, "limit_s": 5.0}
+
+
+def header_device(scale: Scale) -> str:
+    return scale.arguments.get("device", "cuda")
 
 
 def header(scale: Scale, options: list[str], commit_of: str) -> dict:
@@ -45,7 +50,7 @@ def header(scale: Scale, options: list[str], commit_of: str) -> dict:
         "format": results.FORMAT,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": commit_of,
-        "device": scale.arguments.get("device", "cuda"),
+        "device": header_device(scale),
         "gpu": gpu_info() if scale.name == "full" else None,
         "versions": versions,
         "scale": scale.name,
@@ -61,7 +66,9 @@ def last_error(log: Path) -> str:
     return next((line for line in reversed(lines) if "Error" in line or "one_rank" in line), lines[-1])[:300]
 
 
-def measure(run: Run, args: argparse.Namespace, scale: Scale, folder: Path) -> tuple[list[dict], str | None]:
+def measure(
+    run: Run, args: argparse.Namespace, scale: Scale, folder: Path, *, first_gpu: int = 0
+) -> tuple[list[dict], str | None]:
     """-> rows, and why there are not as many as asked for"""
     task = {
         "arm": run.arm,
@@ -75,6 +82,9 @@ def measure(run: Run, args: argparse.Namespace, scale: Scale, folder: Path) -> t
         "profile": args.profile,
         "turn": str(folder / "turn"),
         "rows": str(folder / f"{run.name}.rows"),
+        "ranks": run.ranks,
+        "custom_all_reduce": run.custom_all_reduce,
+        "first_gpu": first_gpu,
     }
     log = (args.logs or folder) / f"{run.name}.log"
     command = [sys.executable, "-m", "one_rank.arm", json.dumps(task)]
@@ -84,8 +94,8 @@ def measure(run: Run, args: argparse.Namespace, scale: Scale, folder: Path) -> t
     with open(log, "w") as file:
         try:
             code = subprocess.run(
-                command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": path},
-                timeout=args.timeout,
+                command, stdout=file, stderr=subprocess.STDOUT, timeout=args.timeout,
+                env=os.environ | environment_of(run.ranks, header_device(scale)) | {"PYTHONPATH": path},
             ).returncode  # fmt: skip
             if code:
                 reason = f"exit code {code}: {last_error(log)}"
@@ -95,6 +105,9 @@ def measure(run: Run, args: argparse.Namespace, scale: Scale, folder: Path) -> t
     rows = [json.loads(line) for line in rows_file.read_text().splitlines()] if rows_file.exists() else []
     if reason is None and len(rows) < len(args.contexts):
         reason = f"{len(rows)} of {len(args.contexts)} contexts"
+    lost = [f"at {row['context']:,}: {row['profile_error']}" for row in rows if "profile_error" in row]
+    if reason is None and lost:
+        reason = f"no profile {'; '.join(lost)}"
     print(f"{run.name}: {len(rows)} rows{f'; {reason}; see {log}' if reason else ''}", flush=True)
     return rows, reason
 

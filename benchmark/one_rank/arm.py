@@ -11,12 +11,13 @@ import dataclasses
 import fcntl
 import json
 import os
+import re
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from .breakdown import kernel_times
+from .breakdown import collective_times, kernel_times
 from .seed import TOKENS_VARIABLE, path_ids, plugin_folder
 from .shapes import ACCEPT_LENGTHS, ARMS, SCALES, Run, engine_arguments
 
@@ -40,10 +41,13 @@ class Task:
     profile: bool
     turn: str  # a file; whoever has its lock measures
     rows: str  # a file; one JSON object a line
+    ranks: int = 1
+    custom_all_reduce: bool = False
+    first_gpu: int = 0
 
     @property
     def run(self) -> Run:
-        return Run(self.arm, self.s_q)
+        return Run(self.arm, self.s_q, self.ranks, self.custom_all_reduce)
 
 
 def quantile(values: list[float], share: float) -> float:
@@ -110,12 +114,12 @@ def row_of(task: Task, context: int, first_s: float, chunks: list[Chunk]) -> dic
         "cached_tokens": last.cached,
         "first_chunk_s": round(first_s, 3),
         "tok_s": {str(a): round(1e3 * a / p50, 2) for a in ACCEPT_LENGTHS},
-    }
+    } | ({"ranks": task.ranks, "custom_all_reduce": task.custom_all_reduce} if task.ranks > 1 else {})
 
 
 def write_models(task: Task, folder: Path) -> dict[str, str]:
     """-> the Engine's arguments that name them"""
-    scale, named = SCALES[task.scale], {}
+    scale, named = SCALES[task.scale].times(task.ranks), {}
     parts = {"model_path": scale.model}
     if ARMS[task.arm].algorithm in ("DFLASH", "DDTREE"):
         parts["speculative_draft_model_path"] = scale.drafter
@@ -154,27 +158,40 @@ def measure(engine, task: Task, context: int, path: list[int], vocab: int) -> di
         )
     row = row_of(task, context, first_s, chunks)
     if task.profile and task.arm in PROFILED_ARMS:
-        row["kernels_us"] = profile(engine, prompt(3))
+        # A failure here must not cost the times: __main__ reports it.
+        try:
+            row |= profile(engine, prompt(3), task.ranks)
+        except Exception as error:
+            row["profile_error"] = f"{type(error).__name__}: {error}"[:300]
     return row
 
 
-def profile(engine, prompt: list[int]) -> dict[str, float]:
-    """Microseconds a step by kind of kernel, of PROFILED_STEPS on their own; profiling slows what it watches."""
+def profile(engine, prompt: list[int], ranks: int) -> dict[str, dict]:
+    """kernels_us: microseconds a step by kind of kernel, of PROFILED_STEPS on their own, on rank 0; profiling slows
+    what it watches. Of several ranks also collectives: see collective_times."""
     with tempfile.TemporaryDirectory() as folder:
         # By stage: the prefill of the prompt's tail would be most of what is seen. It stops by itself.
         engine.start_profile(
             output_dir=folder, activities=["GPU"], record_shapes=False, profile_by_stage=True, num_steps=PROFILED_STEPS
         )
         stream(engine, prompt, 4 * PROFILED_STEPS)
-        traces = list(Path(folder).glob("*DECODE*.trace.json.gz"))
-        if len(traces) != 1:
-            raise SystemExit(f"one_rank: {len(traces)} traces of decode steps, one expected: the profile was not taken")
-        return kernel_times(traces, steps=PROFILED_STEPS)
+        traces = traces_by_rank(Path(folder))
+        if sorted(traces) != list(range(ranks)):
+            raise ValueError(f"traces of decode steps of ranks {sorted(traces)}, expected of {ranks}")
+        found = {"kernels_us": kernel_times([traces[0]], steps=PROFILED_STEPS)}
+        if ranks > 1:
+            found["collectives"] = collective_times([traces[r] for r in range(ranks)], steps=PROFILED_STEPS)
+        return found
+
+
+def traces_by_rank(folder: Path) -> dict[int, Path]:
+    """Upstream's profile of the decode stage, a file a rank."""
+    return {int(re.search(r"TP-(\d+)", path.name)[1]): path for path in folder.glob("*TP-*DECODE*.trace.json.gz")}
 
 
 def main(argv: list[str]) -> int:
     task = Task(**json.loads(argv[0]))
-    scale = SCALES[task.scale]
+    scale = SCALES[task.scale].times(task.ranks)
     longest = max(task.contexts)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -187,6 +204,8 @@ def main(argv: list[str]) -> int:
             total_tokens=(longest + 4096) // task.page_size * task.page_size,
         )  # fmt: skip
         arguments |= write_models(task, folder)
+        if task.first_gpu:
+            arguments["base_gpu_id"] = task.first_gpu
         print(f"one_rank: {task.run.name}: {json.dumps(arguments)}", flush=True)
         import sglang
 

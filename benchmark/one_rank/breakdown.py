@@ -8,9 +8,11 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 # The first pattern that is found in a kernel's name decides.
 KINDS: tuple[tuple[str, str], ...] = (
+    ("collectives", r"nccl|all_?reduce|all_?gather|reduce_?scatter|one_?shot|two_?shot|multimem"),
     ("lists and masks", r"kv_indices|req_to_token|scatter|gather|index|cumsum|scan|verify_plan|mask"),
     ("attention", r"mla_tree_verify|_fwd_kernel|_fwd_grouped|decode_attention|extend_attention|_stage[12]|flash|attn"),
     ("tree", r"ddtree|tree_accept|kv_move|topk|sort|radix"),
@@ -26,14 +28,17 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in KINDS if re.search(pattern, lowered)), OTHER)
 
 
+def kernels_of(path: Path) -> list[tuple[float, float, str]]:
+    """(start, duration, name) of each kernel of a trace; microseconds, in order."""
+    opened = gzip.open(path, "rt") if path.suffix == ".gz" else open(path)
+    with opened as file:
+        events = json.load(file)["traceEvents"]
+    return sorted((e["ts"], e["dur"], e["name"]) for e in events if e.get("cat") == "kernel" and e.get("ph") == "X")
+
+
 def kernel_times(traces: Iterable[Path], *, steps: int) -> dict[str, float]:
     """Microseconds a step by kind, and ``idle``: the time between the first and the last kernel that none filled."""
-    spans: list[tuple[float, float, str]] = []
-    for path in traces:
-        opened = gzip.open(path, "rt") if path.suffix == ".gz" else open(path)
-        with opened as file:
-            events = json.load(file)["traceEvents"]
-        spans += [(e["ts"], e["dur"], e["name"]) for e in events if e.get("cat") == "kernel" and e.get("ph") == "X"]
+    spans = [span for path in traces for span in kernels_of(path)]
     totals: dict[str, float] = {}
     for _, duration, name in spans:
         kind = kind_of(name)
@@ -42,6 +47,54 @@ def kernel_times(traces: Iterable[Path], *, steps: int) -> dict[str, float]:
         busy = covered(spans)
         totals["idle"] = max(s + d for s, d, _ in spans) - min(s for s, _, _ in spans) - busy
     return {kind: round(total / steps, 2) for kind, total in sorted(totals.items())}
+
+
+def collective_times(traces: list[Path], *, steps: int) -> dict[str, Any]:
+    """What the collectives of a step take, from one trace a rank.
+
+    A collective's kernel runs on a rank from its arrival until all have arrived and the data is there, so its shortest
+    time over the ranks is the work, and what is above that on a rank is that rank's waiting for the others. Ranks run
+    the same collectives in the same order; a profile begins in the middle of a step and ends behind one, so they are
+    matched from the end. -> count a step; busy_us a step by rank; work_us a step; waiting_us a step by rank;
+    kinds: name of the kernel -> [count, work_us] a step; order: the names of a step's collectives, and waiting_each_us:
+    the mean over steps of what the first to arrive at each waited, both None where not all steps were seen whole.
+    ValueError where the ranks did not run the same.
+    """
+    ranks = [[span for span in kernels_of(path) if kind_of(span[2]) == "collectives"] for path in traces]
+    count = min(map(len, ranks))
+    if not count:
+        raise ValueError("a rank ran no collective")
+    # What is left out is a part of one step.
+    if max(map(len, ranks)) - count > count / steps:
+        raise ValueError(f"the ranks ran {', '.join(str(len(spans)) for spans in ranks)} collectives")
+    ranks = [spans[-count:] for spans in ranks]
+    kinds: dict[str, list[float]] = {}
+    work = [0.0] * count
+    for i, spans in enumerate(zip(*ranks, strict=True)):
+        if len({name for _, _, name in spans}) != 1:
+            raise ValueError(f"collective {i} is {' and '.join(name for _, _, name in spans)}")
+        work[i] = min(duration for _, duration, _ in spans)
+        kind = kinds.setdefault(spans[0][2], [0, 0.0])
+        kind[0] += 1
+        kind[1] += work[i]
+    busy = [sum(duration for _, duration, _ in spans) for spans in ranks]
+    order = each = None
+    a_step, rest = divmod(count, steps)
+    names = [name for _, _, name in ranks[0]]
+    if not rest and names == names[:a_step] * steps:
+        waits = [
+            max(duration for _, duration, _ in spans) - work[i] for i, spans in enumerate(zip(*ranks, strict=True))
+        ]
+        order, each = names[:a_step], [round(sum(waits[place::a_step]) / steps, 2) for place in range(a_step)]
+    return {
+        "count": round(count / steps, 2),
+        "busy_us": [round(total / steps, 2) for total in busy],
+        "work_us": round(sum(work) / steps, 2),
+        "waiting_us": [round((total - sum(work)) / steps, 2) for total in busy],
+        "kinds": {name: [round(n / steps, 2), round(us / steps, 2)] for name, (n, us) in sorted(kinds.items())},
+        "order": order,
+        "waiting_each_us": each,
+    }
 
 
 def covered(spans: list[tuple[float, float, str]]) -> float:

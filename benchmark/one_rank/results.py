@@ -41,7 +41,9 @@ MISSING_KEYS = {"arm": str, "s_q": int, "reason": str}
 
 
 def key_of(row: dict) -> tuple:
-    return tuple(row[name] for name in ("arm", "s_q", "context", "kv_dtype", "page_size"))
+    """Of several ranks also these."""
+    own = tuple(row[name] for name in ("arm", "s_q", "context", "kv_dtype", "page_size"))
+    return own + (row["ranks"], row["custom_all_reduce"]) if "custom_all_reduce" in row else own
 
 
 def problems(data: dict) -> list[str]:

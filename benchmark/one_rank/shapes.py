@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from backend_e2e import several_ranks
+
 CONTEXTS = (1_400, 4_096, 11_264, 16_384, 32_768, 65_536, 131_072, 185_000)
 TREE_SIZES = (9, 17, 33)
 ACCEPT_LENGTHS = (1, 4, 7)
@@ -40,6 +42,12 @@ DRAFTER_RANK: dict[str, Any] = {
     "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
 }  # fmt: skip
 
+# What tensor parallelism divides; the rest of a configuration is the same on every rank. KV heads of MLA are one latent
+# that each rank has.
+DIVIDED = (
+    "num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size",
+)  # fmt: skip
+
 # For a CPU: it shows that the benchmark runs, and nothing about speed.
 SMALL_CHANGES = {
     "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 64,
@@ -67,6 +75,18 @@ class Scale:
     @property
     def block_size(self) -> int:
         return self.drafter["block_size"]
+
+    def times(self, ranks: int) -> Scale:
+        """The models of which so many ranks of tensor parallelism have the shapes of this one each: what is divided
+        among ranks is as many times as large, what every rank has whole stays. The routed experts are divided by
+        width."""
+        if ranks == 1:
+            return self
+        model, drafter = (
+            config | {name: config[name] * ranks for name in DIVIDED if name in config}
+            for config in (self.model, self.drafter)
+        )
+        return dataclasses.replace(self, model=model, drafter=drafter)
 
 
 FULL = Scale(
@@ -111,10 +131,15 @@ class Run:
 
     arm: str
     s_q: int
+    ranks: int = 1  # of tensor parallelism, each with the shapes of the scale
+    custom_all_reduce: bool = False  # upstream's own instead of NCCL's
 
     @property
     def name(self) -> str:
-        return f"{self.arm}-{self.s_q}"
+        name = f"{self.arm}-{self.s_q}"
+        if self.ranks > 1:
+            name += f"-tp{self.ranks}{'-custom' if self.custom_all_reduce else ''}"
+        return name
 
 
 def runs_of(arms: list[str], sizes: list[int], scale: Scale) -> list[Run]:
@@ -138,16 +163,20 @@ def engine_arguments(run: Run, scale: Scale, *, kv_dtype: str, page_size: int, t
     """Without the paths of the models."""
     arm = ARMS[run.arm]
     # A CPU has no Triton: its reference takes the part.
-    backend = "torch_reference" if scale is SMALL and arm.backend == "triton" else arm.backend
+    backend = "torch_reference" if scale.name == "small" and arm.backend == "triton" else arm.backend
     arguments = {
         "load_format": "dummy", "skip_tokenizer_init": True, "attention_backend": backend,
         "sampling_backend": "pytorch", "grammar_backend": "none", "max_running_requests": 2, "random_seed": 1,
         "max_total_tokens": total_tokens, "page_size": page_size, "watchdog_timeout": 600, "log_level": "info",
         **scale.arguments,
     }  # fmt: skip
+    if run.ranks > 1:
+        arguments |= several_ranks(
+            run.ranks, scale.arguments.get("device", "cuda"), custom_all_reduce=run.custom_all_reduce
+        )
     if kv_dtype == "fp8":
         arguments["kv_cache_dtype"] = "fp8_e4m3"
-    if scale is FULL:
+    if scale.name == "full":
         arguments |= {"disable_prefill_cuda_graph": True, "cuda_graph_max_bs_decode": 1}
         if not arm.graphs:
             arguments["disable_cuda_graph"] = True
@@ -155,6 +184,6 @@ def engine_arguments(run: Run, scale: Scale, *, kv_dtype: str, page_size: int, t
         arguments |= {"speculative_algorithm": arm.algorithm, "speculative_num_draft_tokens": run.s_q}
     if arm.algorithm == "EAGLE":
         arguments |= {"speculative_num_steps": 4, "speculative_eagle_topk": 4}
-    if arm.algorithm in ("DFLASH", "DDTREE") and scale is FULL:
+    if arm.algorithm in ("DFLASH", "DDTREE") and scale.name == "full":
         arguments["speculative_draft_attention_backend"] = "triton"
     return arguments

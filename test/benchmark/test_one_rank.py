@@ -3,6 +3,7 @@
 on a model of two layers."""
 
 import gzip
+import itertools
 import json
 import os
 import subprocess
@@ -168,33 +169,90 @@ def test_kernels_are_counted_by_kind_and_gaps_as_idle(tmp_path):
 
 
 class Profiled:
-    """An Engine that writes the traces which it is asked for."""
+    """An Engine that writes the traces which it is asked for, a file a rank."""
 
-    def __init__(self, *stages):
-        self.stages, self.asked, self.generated = stages, None, None
+    def __init__(self, *stages, ranks=1, kernel="_fwd_kernel"):
+        self.stages, self.ranks, self.kernel, self.asked, self.generated = stages, ranks, kernel, None, None
 
     def start_profile(self, **options):
         self.asked = options
 
     def generate(self, input_ids, sampling_params, stream):
         self.generated = sampling_params["max_new_tokens"]
-        for stage in self.stages:
-            events = [{"ph": "X", "cat": "kernel", "name": "_fwd_kernel", "ts": 0, "dur": 100 * len(stage)}]
-            with gzip.open(Path(self.asked["output_dir"]) / f"1-TP-0-{stage}.trace.json.gz", "wt") as file:
+        for stage, rank in itertools.product(self.stages, range(self.ranks)):
+            duration = 100 * len(stage) + 50 * rank
+            events = [{"ph": "X", "cat": "kernel", "name": self.kernel, "ts": 0, "dur": duration}] * arm.PROFILED_STEPS
+            with gzip.open(Path(self.asked["output_dir"]) / f"1-TP-{rank}-{stage}.trace.json.gz", "wt") as file:
                 json.dump({"traceEvents": events}, file)
         yield {"meta_info": {"completion_tokens": self.generated}}
 
 
 def test_a_profile_is_of_decode_steps_alone():
     engine = Profiled("EXTEND", "DECODE")
-    assert arm.profile(engine, [1, 2, 3]) == {"attention": 600 / arm.PROFILED_STEPS, "idle": 0.0}
+    assert arm.profile(engine, [1, 2, 3], 1)["kernels_us"]["attention"] == 600
     assert engine.asked["profile_by_stage"] and engine.asked["num_steps"] == arm.PROFILED_STEPS
     assert engine.generated > 2 * arm.PROFILED_STEPS  # it stops by itself, at a step behind the last
 
 
-def test_a_profile_that_was_not_taken_stops_the_arm():
-    with pytest.raises(SystemExit, match="0 traces of decode steps"):
-        arm.profile(Profiled("EXTEND"), [1])
+def test_a_profile_of_two_ranks_says_what_their_collectives_take():
+    found = arm.profile(Profiled("DECODE", ranks=2, kernel="ncclDevKernel_AllReduce"), [1], 2)
+    assert found["kernels_us"]["collectives"] == 600 and found["collectives"]["waiting_us"] == [0, 50]
+
+
+def test_a_profile_that_was_not_taken_is_an_error_and_costs_no_row(monkeypatch):
+    with pytest.raises(ValueError, match=r"traces of decode steps of ranks \[\], expected of 1"):
+        arm.profile(Profiled("EXTEND"), [1], 1)
+    with pytest.raises(ValueError, match=r"ranks \[0\], expected of 2"):
+        arm.profile(Profiled("DECODE"), [1], 2)
+    steps = [arm.Chunk(float(i), i, i, cached=64) for i in range(12)]
+    monkeypatch.setattr(arm, "stream", lambda *args: (0.1, steps))
+    task = arm.Task("plain_triton", 1, "full", [64], "bf16", 1, 6, 5.0, True, "turn", "rows")
+    row = arm.measure(SimpleNamespace(start_profile=lambda **options: None), task, 64, list(range(64)), 100)
+    assert row["ms_per_step_p50"] == 1000.0 and "traces of decode steps" in row["profile_error"]
+
+
+def trace(path, kernels):
+    """kernels: (name, duration) one after another"""
+    events = [{"ph": "X", "cat": "kernel", "name": n, "ts": 1000.0 * i, "dur": d} for i, (n, d) in enumerate(kernels)]
+    path.write_text(json.dumps({"traceEvents": events}))
+    return path
+
+
+REDUCE, GATHER = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "ncclDevKernel_AllGather_RING_LL"
+
+
+def test_what_is_above_the_shortest_time_of_a_collective_is_waiting(tmp_path):
+    """Two steps of an all-reduce and a gather; rank 1 comes late to the first reduce of each, rank 0 to a gather. Rank
+    0's profile began one collective earlier."""
+    first = [(REDUCE, 99), (REDUCE, 30), ("gemm", 500), (GATHER, 10), (REDUCE, 20), (GATHER, 10)]
+    second = [(REDUCE, 10), (GATHER, 40), ("gemm", 500), (REDUCE, 10), (GATHER, 10)]
+    found = breakdown.collective_times([trace(tmp_path / "0", first), trace(tmp_path / "1", second)], steps=2)
+    assert found == {
+        "count": 2.0, "busy_us": [35.0, 35.0], "work_us": 20.0, "waiting_us": [15.0, 15.0],
+        "kinds": {REDUCE: [1.0, 10.0], GATHER: [1.0, 10.0]}, "order": [REDUCE, GATHER], "waiting_each_us": [15.0, 15.0],
+    }  # fmt: skip
+
+
+def test_collectives_of_a_step_that_was_not_seen_whole_are_counted_but_not_placed(tmp_path):
+    spans = [(REDUCE, 10)] * 5
+    found = breakdown.collective_times([trace(tmp_path / "0", spans), trace(tmp_path / "1", spans)], steps=2)
+    assert found["count"] == 2.5 and found["work_us"] == 25.0
+    assert found["order"] is None and found["waiting_each_us"] is None
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ([(REDUCE, 1), (REDUCE, 1)], "collective 1 is"),
+        ([(REDUCE, 1)] * 8, "the ranks ran 2, 8"),
+        ([("gemm", 1)], "no collective"),
+    ],
+)
+def test_ranks_that_did_not_run_the_same_are_an_error(tmp_path, second, message):
+    with pytest.raises(ValueError, match=message):
+        breakdown.collective_times(
+            [trace(tmp_path / "0", [(REDUCE, 1), (GATHER, 1)]), trace(tmp_path / "1", second)], steps=1
+        )
 
 
 @pytest.mark.parametrize(
@@ -208,6 +266,8 @@ def test_a_profile_that_was_not_taken_stops_the_arm():
         ("sm90_xmma_gemm_bf16bf16", "matrix products"),
         ("FusedAddRMSNormKernel", "norms and rotary"),
         ("cat_array_batched_copy", "other"),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "collectives"),
+        ("void sglang::all_reduce_one_shot_push_kernel<bf16>", "collectives"),
     ],
 )
 def test_a_kernels_name_says_its_kind(name, kind):
@@ -264,6 +324,26 @@ def test_arms_differ_in_what_their_name_says():
     assert arguments("eagle_kdtree")["speculative_eagle_topk"] == 4
     assert "speculative_draft_attention_backend" not in arguments("eagle_kdtree")  # the drafter follows its target
     assert arguments("tree_kdtree", kv_dtype="fp8")["kv_cache_dtype"] == "fp8_e4m3"
+
+
+def test_two_ranks_have_the_shapes_of_one_rank_each():
+    """What upstream divides by the number of ranks is twice as large, and nothing else changes."""
+    one, two = shapes.FULL, shapes.FULL.times(2)
+    for name in ("model", "drafter"):
+        a, b = getattr(one, name), getattr(two, name)
+        grown = {key for key in a if a[key] != b[key]}
+        assert all(b[key] == 2 * a[key] for key in grown)
+        assert grown == {"num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"} | (
+            {"moe_intermediate_size"} if name == "model" else set()
+        )
+    assert one.times(1) is one and two.model["num_attention_heads"] // 2 == 8
+    arguments = shapes.engine_arguments(
+        shapes.Run("tree_kdtree", 9, 2), shapes.FULL, kv_dtype="bf16", page_size=1, total_tokens=1000
+    )
+    assert arguments["tp_size"] == 2 and arguments["disable_custom_all_reduce"]
+    own = shapes.Run("tree_kdtree", 9, 2, custom_all_reduce=True)
+    arguments = shapes.engine_arguments(own, shapes.FULL, kv_dtype="bf16", page_size=1, total_tokens=1000)
+    assert "disable_custom_all_reduce" not in arguments and own.name == "tree_kdtree-9-tp2-custom"
 
 
 def test_an_arm_that_fails_is_said_to_have_failed(monkeypatch, tmp_path, capsys):
