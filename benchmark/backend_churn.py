@@ -3,6 +3,7 @@
 
     python benchmark/backend_churn.py --out benchmark/results/h200/backend_churn.json          # on a GPU, DDTREE
     python benchmark/backend_churn.py --device cpu --clients 4 --seconds 20 --out r.json
+    python benchmark/backend_churn.py --ranks 2 --steps 2000 --kv-defrag tier1 --check-slots --out r.json
 
 Clients send ragged prompts with common beginnings, some leave in the middle of a stream, some abort by name; the pool
 is so small that requests are retracted. The server's own checks of its slots stop it where one is lost.
@@ -23,7 +24,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import requests
@@ -31,19 +32,33 @@ import requests
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 MODELS = ROOT / "test" / "models"
-sys.path.insert(0, str(HERE / "kernels"))
+sys.path[:0] = [str(HERE), str(HERE / "kernels")]
+
+import backend_e2e  # noqa: E402
 
 FORMAT = "backend_churn-1"
 TROUBLE = re.compile(r"Traceback|CUDA error|memory leak|AssertionError|illegal memory access")
 GROWTH_LIMIT_MIB = 64
 VOCABULARY = (40, 2000)  # ids that the small model knows as text
+LOG_INTERVAL = 10  # decode steps between two lines of the log, which are how steps are counted
+# Upstream's two looks at the owners of all slots after each step, and ours, which also compares the ranks.
+SLOT_CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
 
 
 def server_arguments(args: argparse.Namespace) -> list[str]:
     values = {
         "model-path": MODELS / "target", "attention-backend": "kdtree_sm120", "kdtree-verify": args.mode,
         "max-total-tokens": 4096, "max-running-requests": 16, "context-length": 2048, "page-size": args.page_size,
+        "decode-log-interval": LOG_INTERVAL, "kv-defrag": args.kv_defrag,
     }  # fmt: skip
+    if args.kv_defrag == "tier1":
+        values["kv-defrag-copy-budget"] = "256K"
+    if args.ranks > 1:
+        values |= {
+            name.replace("_", "-"): value for name, value in backend_e2e.several_ranks(args.ranks, args.device).items()
+        }
+    if args.kv_defrag != "off":
+        values |= {"enable-metrics": True, "enable-metrics-for-all-schedulers": True}
     if args.algorithm != "plain":
         values |= {
             "speculative-algorithm": args.algorithm, "speculative-draft-model-path": MODELS / "drafter",
@@ -53,13 +68,20 @@ def server_arguments(args: argparse.Namespace) -> list[str]:
         values |= {"device": "cpu", "dtype": "float32"}
     else:
         values |= {"dtype": "bfloat16", "mem-fraction-static": 0.3, "cuda-graph-max-bs-decode": 16}
-    return [part for name, value in values.items() for part in (f"--{name}", str(value))]
+    return command_line(values)
+
+
+def command_line(values: dict[str, object]) -> list[str]:
+    """Of True the flag alone."""
+    return [
+        part for name, value in values.items() for part in ([f"--{name}"] + ([] if value is True else [str(value)]))
+    ]
 
 
 class Client(threading.Thread):
-    def __init__(self, url: str, number: int, until: float, counts: Counter, failures: list[str]):
+    def __init__(self, url: str, number: int, over: threading.Event, counts: Counter, failures: list[str]):
         super().__init__(daemon=True)
-        self.url, self.until, self.counts, self.failures = url, until, counts, failures
+        self.url, self.over, self.counts, self.failures = url, over, counts, failures
         self.name = f"client-{number}"
         self.random = random.Random(number)
         common = random.Random(0)
@@ -67,7 +89,7 @@ class Client(threading.Thread):
 
     def run(self) -> None:
         number = 0
-        while time.monotonic() < self.until:
+        while not self.over.is_set():
             number += 1
             kind = self.random.choice(["whole", "whole", "leave", "abort"])
             try:
@@ -114,10 +136,16 @@ def slots_in_use_when_idle(url: str, patience_s: float) -> int:
     return used
 
 
-def gpu_mib() -> int | None:
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
+def gpu_mib(args: argparse.Namespace) -> int | None:
+    """In use on the GPUs of all ranks; None where other programs share them, or there is none."""
+    if args.shared_gpus:
+        return None
+    gpus = ",".join(str(rank) for rank in range(args.ranks))
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", gpus]
     try:
-        return int(subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout)
+        return sum(
+            map(int, subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split())
+        )
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
 
@@ -131,16 +159,19 @@ def host_mib(pid: int) -> int:
 
 
 @contextlib.contextmanager
-def server(args: argparse.Namespace, log: Path) -> Iterator[tuple[str, subprocess.Popen]]:
+def server(
+    arguments: Sequence[str], log: Path, *, start_timeout: float, env: dict[str, str] | None = None
+) -> Iterator[tuple[str, subprocess.Popen]]:
+    """-> its address and process, once it answers"""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    command = [sys.executable, "-m", "sglang.launch_server", *server_arguments(args), "--port", str(port)]
+    command = [sys.executable, "-m", "sglang.launch_server", *arguments, "--port", str(port)]
     with open(log, "w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | (env or {}))
         url = f"http://127.0.0.1:{port}"
         try:
-            deadline = time.monotonic() + args.start_timeout
+            deadline = time.monotonic() + start_timeout
             while True:
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise RuntimeError(f"the server did not start: {log.read_text(errors='replace')[-2000:]}")
@@ -157,30 +188,94 @@ def server(args: argparse.Namespace, log: Path) -> Iterator[tuple[str, subproces
                 process.kill()
 
 
-def churn(url: str, clients: int, seconds: float) -> tuple[Counter, list[str]]:
-    counts, failures = Counter(), []
-    until = time.monotonic() + seconds
-    threads = [Client(url, i, until, counts, failures) for i in range(clients)]
+def churn(url: str, clients: int, is_over: Callable[[], bool]) -> tuple[Counter, list[str]]:
+    counts, failures, over = Counter(), [], threading.Event()
+    threads = [Client(url, i, over, counts, failures) for i in range(clients)]
     for thread in threads:
         thread.start()
+    # Where all clients fail at once, as when the server has ended, nothing is to be waited for.
+    while not is_over() and len(failures) < 10 * clients:
+        time.sleep(0.2)
+    over.set()
     for thread in threads:
         thread.join()
     return counts, failures
 
 
+def said_by_first(log: str, text: str) -> list[str]:
+    """The lines of rank 0, or of the one rank, that begin so."""
+    return re.findall(rf"^\[\S+ \S+?(?: TP0)?\] ({text}.*)$", log, re.M)
+
+
+def steps_of(log: str) -> int:
+    """Decode steps that a log tells of, to LOG_INTERVAL."""
+    return LOG_INTERVAL * len(said_by_first(log, "Decode batch"))
+
+
+def rank_problems(log: str, args: argparse.Namespace) -> list[str]:
+    """What a log of several ranks, or of slots that move or are counted, has to say on each of them."""
+    ranks, found = list(range(args.ranks)), []
+
+    def say(text: str, *, what: str) -> None:
+        said = ranks_that_say(log, text)
+        if said != ranks:
+            found.append(f"{what}: said by ranks {said}, not by {ranks}")
+
+    say(rf"kdtree_sm120 .*tp rank \d+: verify {args.mode}\b", what="the backend's start-up line")
+    if args.kv_defrag != "off":
+        say(f"KV defragmentation: {args.kv_defrag} active", what=f"{args.kv_defrag} is active")
+    if args.check_slots:
+        compared = " and compared between the ranks" if args.ranks > 1 else ""
+        say(rf"KV slots are counted after every step{compared}\.", what=f"slots are counted{compared}")
+    if "KV relocation failed" in log:
+        found.append("log: KV relocation failed")
+    return found
+
+
+def ranks_that_say(log: str, text: str) -> list[int]:
+    """Of one rank the lines have no rank in front. A rank counts once, however often it says it."""
+    return sorted({int(rank or 0) for rank in re.findall(rf"^\[\S+ \S+?(?: TP(\d+))?\] {text}", log, re.M)})
+
+
+def moved_bytes(url: str) -> dict[int, float]:
+    """Rank -> bytes that tier 1 has moved."""
+    text = requests.get(f"{url}/metrics", timeout=60).text
+    found = re.findall(r'^sglang:kv_defrag_bytes_moved_total{.*tp_rank="(\d+)".*} (\S+)$', text, re.M)
+    return {int(rank): float(value) for rank, value in found}
+
+
 def run(args: argparse.Namespace, log: Path) -> dict:
-    with server(args, log) as (url, process):
-        warm, warm_failures = churn(url, args.clients, args.seconds / 4)
+    """--steps: until so many decode steps were made, else for --seconds, which bound it either way."""
+
+    def until(share: float) -> Callable[[], bool]:
+        end, target = time.monotonic() + share * args.seconds, None
+        if args.steps:
+            target = steps_of(log.read_text(errors="replace")) + share * args.steps
+        return lambda: (
+            time.monotonic() > end or (target is not None and steps_of(log.read_text(errors="replace")) >= target)
+        )
+
+    env = backend_e2e.environment_of(args.ranks, args.device) | (SLOT_CHECKS if args.check_slots else {})
+    with server(server_arguments(args), log, start_timeout=args.start_timeout, env=env) as (url, process):
+        start = time.monotonic()
+        warm, warm_failures = churn(url, args.clients, until(0.25))
         slots_in_use_when_idle(url, 60)
-        before = gpu_mib(), host_mib(process.pid)
-        counts, failures = churn(url, args.clients, args.seconds)
+        before = gpu_mib(args), host_mib(process.pid)
+        counts, failures = churn(url, args.clients, until(1))
         used = slots_in_use_when_idle(url, 60)
-        after = gpu_mib(), host_mib(process.pid)
+        seconds = time.monotonic() - start
+        after = gpu_mib(args), host_mib(process.pid)
+        moved = moved_bytes(url) if args.kv_defrag == "tier1" else None
         alive = process.poll() is None
     text = log.read_text(errors="replace")
-    problems = [*warm_failures, *failures]
+    problems = [*warm_failures, *failures, *rank_problems(text, args)]
+    steps = steps_of(text)
     if not alive:
         problems.append("the server ended")
+    if args.steps and steps < args.steps:
+        problems.append(f"{steps} of {args.steps} steps in {seconds:.0f} s")
+    if moved is not None and (len(moved) != args.ranks or len(set(moved.values())) != 1 or not all(moved.values())):
+        problems.append(f"bytes moved, by rank: {moved}")
     if used:
         problems.append(f"{used} KV slots did not come back")
     trouble = sorted({line.strip()[:300] for line in text.splitlines() if TROUBLE.search(line)})
@@ -189,12 +284,14 @@ def run(args: argparse.Namespace, log: Path) -> dict:
         if a is not None and b is not None and b - a > GROWTH_LIMIT_MIB:
             problems.append(f"{name} memory grew by {b - a} MiB")
     return {
-        "requests": dict(counts + warm), "retractions": text.count("KV cache pool is full"), "used_slots": used,
+        "requests": dict(counts + warm), "steps": steps, "seconds": round(seconds, 1),
+        "retractions": len(said_by_first(text, "KV cache pool is full")),
+        "moved_bytes": moved, "used_slots": used,
         "gpu_mib": [before[0], after[0]], "host_mib": [before[1], after[1]], "problems": problems,
     }  # fmt: skip
 
 
-def main(argv: list[str] | None = None) -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the result file")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -202,10 +299,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--mode", choices=("off", "validate", "on"), default="on", help="--kdtree-verify")
     parser.add_argument("--page-size", type=int, default=1)
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=180)
+    parser.add_argument("--seconds", type=float, default=180, help="of churn, after a quarter of that to warm up")
+    parser.add_argument("--steps", type=int, help="end after so many decode steps, at the latest after --seconds")
+    parser.add_argument("--ranks", type=int, default=1, help="of tensor parallelism")
+    parser.add_argument("--kv-defrag", choices=("off", "tier0", "tier1"), default="off")
+    parser.add_argument("--check-slots", action="store_true", help="count all slots after each step, compare the ranks")
+    parser.add_argument("--shared-gpus", action="store_true", help="others use them: do not watch their memory")
     parser.add_argument("--start-timeout", type=float, default=300)
     parser.add_argument("--commit", help="what the header says, where there is no git checkout")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
     import torch
     from verify_bench.results import commit, gpu_info
 
@@ -215,8 +321,9 @@ def main(argv: list[str] | None = None) -> int:
         "format": FORMAT, "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": args.commit or commit(ROOT), "device": args.device,
         "gpu": gpu_info() if args.device == "cuda" else None, "versions": {"torch": torch.__version__},
-        "algorithm": args.algorithm, "mode": args.mode, "page_size": args.page_size, "clients": args.clients,
-        "seconds": args.seconds,
+        **{name: getattr(args, name) for name in (
+            "algorithm", "mode", "page_size", "clients", "seconds", "steps", "ranks", "kv_defrag", "check_slots"
+        )},
     }  # fmt: skip
     args.out.write_text(json.dumps({"header": header, **result}, indent=1) + "\n")
     print(json.dumps(result, indent=1))
