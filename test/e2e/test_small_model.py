@@ -9,12 +9,11 @@ import importlib.util
 import json
 import math
 from argparse import Namespace
-from collections import Counter
 
 import pytest
 import requests
-import torch
 from e2e import workloads
+from e2e.distributions import chi_square_p, contingency
 from e2e.plugins import plugin_environment
 from e2e.servers import ENVIRONMENT, MODELS, REQUEST_TIMEOUT_S, TARGET, meta, speculative, token_ids
 from e2e.workloads import GREEDY
@@ -223,27 +222,6 @@ def test_temperature_one_samples_the_plain_distribution(paged, plain):
         table = contingency(ours, theirs)
         assert len(table) >= 4, "a few tokens have all the probability: the test says nothing"
         assert chi_square_p(table) > 1e-3, (place, table)
-
-
-def contingency(ours, theirs):
-    """[[count of ours, count of theirs]] for each token seen 20 times or more, and one for all others."""
-    both = Counter(ours) + Counter(theirs)
-    common = [token for token, count in both.items() if count >= 20]
-    table = [[ours.count(token), theirs.count(token)] for token in common]
-    rest = [len(sample) - sum(column) for sample, column in zip((ours, theirs), zip(*table, strict=True), strict=True)]
-    return table + [rest] if sum(rest) else table
-
-
-def chi_square_p(table):
-    """Probability of a table at least this uneven, if both columns are of one distribution."""
-    columns = [sum(column) for column in zip(*table, strict=True)]
-    statistic = 0.0
-    for row in table:
-        for count, column in zip(row, columns, strict=True):
-            mean = sum(row) * column / sum(columns)
-            statistic += (count - mean) ** 2 / mean
-    half_freedom = torch.tensor((len(table) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(half_freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
 
 
 def test_chi_square_tells_distributions_apart():
