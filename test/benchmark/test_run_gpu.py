@@ -65,9 +65,10 @@ def test_all_steps_in_order(run):
 
 def test_the_engine_steps_on_an_unpacked_tree(run, tmp_path):
     site = f"{tmp_path}/a:{tmp_path}/b"
-    done, calls = run("--site", site, "backend", "e2e", "churn", "one_rank")
+    done, calls = run("--site", site, "backend", "kit", "e2e", "churn", "one_rank")
     assert done.returncode == 0, done.stdout + done.stderr
-    backend, e2e, churn, one_rank, plot = calls
+    backend, kit, e2e, churn, one_rank, plot = calls
+    assert f"PYTHONPATH={site}" in kit and f"{SCRIPT.parents[1]}/test/kit -m gpu" in kit
     assert f"backend_churn.py --out {run.out}/backend_churn.json" in churn
     assert all(f"PYTHONPATH={site}" in c for c in (backend, e2e, churn)) and all(site in c for c in (one_rank, plot))
     assert "test/srt" in backend and "-m gpu" in backend
@@ -80,7 +81,7 @@ def test_the_engine_steps_on_an_unpacked_tree(run, tmp_path):
 def test_an_installed_environment_runs_everything(run):
     _, calls = run(path="/usr/bin:/bin")  # no sanitizer
     ran = " ".join(calls)
-    for part in ("test/kernels", "test/srt", "backend_e2e.py", "-m one_rank ", "bench_mla_tree_verify.py"):
+    for part in ("test/kernels", "test/srt", "test/kit", "backend_e2e.py", "-m one_rank ", "bench_mla_tree_verify.py"):
         assert part in ran, part
     assert "bench_ddtree.py" in ran and "bench_kv_layout.py" in ran
 

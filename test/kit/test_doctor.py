@@ -172,6 +172,18 @@ class TestSelfTests:
         monkeypatch.setattr(kernels, "mla_tree_verify", causal)
         assert status(selftest.verify_op()) == [FAIL]
 
+    def test_a_gpu_whose_kernel_is_wrong_is_named(self, monkeypatch):
+        import torch
+
+        right = selftest.visible_means("cpu")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(selftest, "visible_means", lambda device: [0.0] * 3 if device == "cuda:1" else right)
+        (finding,) = selftest.verify_op()
+        assert finding.status == FAIL and finding.detail == f"GPU 1: means {[0.0] * 3} instead of {right}"
+        monkeypatch.setattr(selftest, "visible_means", lambda device: right)
+        (finding,) = selftest.verify_op()
+        assert finding.status == OK and finding.detail.endswith("(CPU, GPU 0, GPU 1)")
+
     def test_a_wrong_tie_break_is_noticed(self, monkeypatch):
         import sgl_kernel_sm120 as kernels
 

@@ -35,8 +35,8 @@ def distribution_version(name: str) -> str | None:
 
 def python_version() -> Iterable[Finding]:
     detail = f"Python {platform.python_version()} on {platform.machine()} {platform.system()}"
-    if sys.version_info < (3, 10):
-        return fail("Python", detail, "Use Python 3.10 to 3.13.")
+    if sys.version_info < (3, 11):
+        return fail("Python", detail, "Use Python 3.11 to 3.13.")
     return good("Python", detail)
 
 

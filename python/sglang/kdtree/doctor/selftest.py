@@ -39,7 +39,24 @@ def _broken(got: str) -> list[Finding]:
 
 
 def verify_op() -> Iterable[Finding]:
-    """All scores equal: the output is the mean of the values a row may see, which is exact."""
+    """On the CPU and on each GPU. All scores equal: the output is the mean of the values a row may see, which is exact."""
+    import torch
+
+    devices = {"CPU": "cpu"}
+    devices |= {f"GPU {i}": f"cuda:{i}" for i in range(torch.cuda.device_count())}
+    wanted = [(1 + 2) / 2, (1 + 2 + 4) / 3, (1 + 2 + 8) / 3]
+    wanted = torch.tensor(wanted).to(torch.bfloat16).tolist()
+    for name, device in devices.items():
+        means = visible_means(device)
+        if means != wanted:
+            detail = f"{name}: means {means} instead of {wanted}"
+            return fail("verify op", detail, REINSTALL)
+    where = ", ".join(devices)
+    return good("verify op", f"prefix, drafts and tree mask as expected ({where})")
+
+
+def visible_means(device: str) -> list[float]:
+    """One prefix slot of value 1 and drafts of 2, 4, 8, where row 2 does not see draft 1; -> the output of each row."""
     import sgl_kernel_sm120 as kernels
     import torch
 
@@ -49,20 +66,15 @@ def verify_op() -> Iterable[Finding]:
     for position, slot in enumerate(slots):
         kv[slot, :512] = float(2**position)
     out = kernels.mla_tree_verify(
-        torch.zeros(1, 3, 2, 576, dtype=torch.bfloat16),
-        kv,
-        torch.tensor([0, 4]),
-        torch.tensor(slots),
+        torch.zeros(1, 3, 2, 576, dtype=torch.bfloat16, device=device),
+        kv.to(device),
+        torch.tensor([0, 4], device=device),
+        torch.tensor(slots, device=device),
         sm_scale=1.0,
-        tree_mask=visible[None],
+        tree_mask=visible[None].to(device),
         mask_layout=kernels.MaskLayout.QLEN,
     )
-    expected = [(1 + 2) / 2, (1 + 2 + 4) / 3, (1 + 2 + 8) / 3]
-    wanted = torch.tensor(expected).to(torch.bfloat16)
-    if not torch.equal(out[0, :, 0, 0], wanted):
-        detail = f"means {out[0, :, 0, 0].tolist()} instead of {wanted.tolist()}"
-        return fail("verify op", detail, REINSTALL)
-    return good("verify op", "prefix, drafts and tree mask as expected (CPU)")
+    return out[0, :, 0, 0].tolist()
 
 
 def prefix_cache_core() -> Iterable[Finding]:

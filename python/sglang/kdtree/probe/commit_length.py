@@ -233,7 +233,7 @@ def judge(points: Sequence[Point]) -> Verdict:
             reasoning=f"The phrase commits {shortest.commit_length:.2f} tokens a step at {shortest.context:,} tokens, but less than "
             f"{KEPT_SHARE:.0%} of that at {where}.",
             remedy="The drafter's sliding window or its YaRN scaling is not active at this length: see "
-            "--speculative-dflash-draft-window-size and the rope settings of the drafter's config.",
+            "--speculative-draft-window-size and the rope settings of the drafter's config.",
         )
     low, high = (
         min(p.commit_length for p in phrase),
