@@ -21,7 +21,7 @@ def combined_indptr(
     lengths = prefix_lens + num_tokens
     if out is None:
         out = lengths.new_empty(lengths.numel() + 1, dtype=torch.int64)
-    out[0] = 0
+    out[:1].zero_()  # out[0] = 0 would copy a number of the host
     torch.cumsum(lengths, dim=0, out=out[1:])
     return out
 
