@@ -30,9 +30,10 @@ KEY = "a-key-for-this-test-only"
 START_WITHIN_S = 1200  # against what hangs, on a slow and busy machine too
 TREE = 16
 EXPERTS, TOP_K, LAYERS, MOE_LAYERS = 8, 2, 3, 2  # of test/models/target
+REPORT_STEPS = 64  # verify steps between two reports of validate mode; by itself the server takes 256
 # Loaded by the server's processes: the kernel goes wrong in layer 1 while a file is there. And what upstream's expert
 # recorder asks of a device module and torch.cpu lacks, which is why it needs a GPU outside of this test.
-DISTURBANCE = """
+DISTURBANCE = f"""
 import os
 
 
@@ -40,8 +41,9 @@ def install():
     import torch
 
     torch.cpu.is_current_stream_capturing = lambda: False
-    from sglang.srt.layers.attention import kdtree_verify
+    from sglang.srt.layers.attention import kdtree_report, kdtree_verify
 
+    kdtree_report.REPORT_INTERVAL = {REPORT_STEPS}
     real = kdtree_verify.TreeVerifier.run
 
     def disturbed(self, step, q, kv_cache, layer, **options):
@@ -245,14 +247,14 @@ def test_the_experts_that_decoding_chooses(running, cli, tmp_path):
 
 
 def verify(cli, url):
-    return cli("probe", "verify", "--url", url, "--contexts", "200", "--steps", 280)
+    return cli("probe", "verify", "--url", url, "--contexts", "200", "--steps", REPORT_STEPS + 8)
 
 
 def test_validate_mode_counts_a_sound_kernel(server, cli):
     code, document = verify(cli, server)
     assert code == 0 and document["mismatches"] == 0
-    # The server reports every 256 steps at least: a tree of rows in each layer of each.
-    assert document["rows_compared"] >= 256 * TREE * LAYERS
+    # A report of so many steps came meanwhile: a tree of rows in each layer of each.
+    assert document["rows_compared"] >= REPORT_STEPS * TREE * LAYERS
     assert document["rows_over_ulp"] == 0 and document["max_abs_error"] < 1e-4
 
 
@@ -284,7 +286,8 @@ def test_the_dashboard_asks_for_metrics_that_are_exported(server):
         server + "/generate",
         json={
             "text": "The cat sat on",
-            "sampling_params": {"max_new_tokens": 1500, "temperature": 0, "ignore_eos": True},
+            # A step commits at most 8 tokens, so that validate mode reports once at least.
+            "sampling_params": {"max_new_tokens": 8 * REPORT_STEPS, "temperature": 0, "ignore_eos": True},
         },
         headers={"Authorization": f"Bearer {KEY}"},
         timeout=600,
