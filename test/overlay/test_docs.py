@@ -198,6 +198,84 @@ def test_wrong_commands_are_seen(tmp_path, pinned):
     assert all(complaint(words, pinned) for words in found)
 
 
+# Beginning of a command -> the test that runs it and, in parentheses, what that test says of it; or why none can. The longest
+# beginning counts.
+RUN_BY = {
+    "make serve": "scripts/test_serve_small_model.py (serve.py)",
+    "make test": "none: these are its tests",
+    "make delta": "overlay/test_delta.py (delta)",
+    "make pr": "overlay/test_series.py (write_against)",
+    "make release": "overlay/test_release.py (release.build)",
+    "make check-release": "overlay/test_release.py (release.check)",
+    "python3.11 -m venv": "scripts/test_environment.py (venv)",
+    "pip install": "scripts/test_environment.py (test_the_readme_installs_what_make_installs)",
+    "pip install ./sgl-kernel-sm120": "kernels/test_build.py (pip)",
+    "pip install --no-build-isolation -e": "none: the author's way to work on the kernels; test_build.py builds them",
+    "python setup.py build_ext": "kernels/test_build.py (test_only_what_changed_is_recompiled)",
+    "python -m overlay drift": "overlay/test_drift.py (drift)",
+    "python -m overlay sign": "overlay/test_edits.py (sign)",
+    "python -m overlay check": "overlay/test_wheel.py (check)",
+    "python -m overlay link": "overlay/test_tree.py (link)",
+    "python -m sglang.launch_server --help": "overlay/test_docs.py (launch_server)",
+    "python -m sglang.launch_server": "e2e/test_bad_input.py (launch_server)",
+    "python -m sglang.kdtree doctor": "kit/test_doctor.py (doctor)",
+    "python -m sglang.kdtree plan": "kit/test_deploy_doc.py (plan)",
+    "python -m sglang.kdtree schema": "kit/test_cli.py (schema)",
+    "python -m sglang.kdtree bench compare": "kit/test_server.py (compare)",
+    "python -m sglang.kdtree bench longctx": "kit/test_server.py (longctx)",
+    "python -m sglang.kdtree bench throughput": "kit/test_server.py (throughput)",
+    "python -m sglang.kdtree probe commit-length": "kit/test_server.py (commit-length)",
+    "python -m sglang.kdtree probe gpu": "kit/test_on_gpu.py (probe gpu)",
+    "python -m sglang.kdtree probe moe": "kit/test_server.py (moe)",
+    "python -m sglang.kdtree probe verify": "kit/test_server.py (verify)",
+    "python -m pytest": "none: these are tests",
+    "python benchmark/kernels/build_native.py": "benchmark/test_arms.py (build_native)",
+    "python benchmark/kernels/bench_mla_tree_verify.py": "benchmark/test_bench_cli.py (--list)",
+    "python benchmark/kernels/bench_ddtree.py": "benchmark/test_run_gpu.py (bench_ddtree)",
+    "python benchmark/backend_e2e.py": "benchmark/test_backend_e2e.py (backend_e2e)",
+    "python benchmark/pack_gpu.py": "benchmark/test_pack.py (pack_gpu)",
+    "bash benchmark/run_gpu.sh": "benchmark/test_run_gpu.py (run_gpu.sh)",
+    "python -m one_rank": "benchmark/test_one_rank.py (one_rank)",
+    "python sgl-kernel-sm120/tools/resources.py": "kernels/test_build.py (resources)",
+    "tools/check_torch_abi.sh": "kernels/test_build.py (check_torch_abi)",
+    "docker": "none: there is no engine in CI; docker/check.py runs what the image runs",
+    "chown": "none: root's",
+    "git tag": "none: needs the maintainers' key",
+    "git push": "none: publishes",
+    "gpg": "none: needs the maintainers' key",
+}
+SHELL = {".", "cd", "export", "head", "base64", "tr", "chmod"}
+
+
+def run_by(words: list[str]) -> str | None:
+    line = shlex.join(words)
+    found = [beginning for beginning in RUN_BY if line == beginning or line.startswith(beginning + " ")]
+    return RUN_BY[max(found, key=len)] if found else None
+
+
+@pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_runs_in_a_test(document):
+    unknown = [shlex.join(words) for words in commands(document) if words[0] not in SHELL and run_by(words) is None]
+    assert unknown == [], "name the test that runs it in RUN_BY"
+
+
+def test_the_tests_that_run_commands_do():
+    for beginning, test in RUN_BY.items():
+        if not test.startswith("none: "):
+            path, what = re.fullmatch(r"(\S+) \((.+)\)", test).groups()
+            assert what in (ROOT / "test" / path).read_text(), (beginning, test)
+    said = [shlex.join(words) for document in documents() for words in commands(document)]
+    assert [b for b in RUN_BY if not any(line == b or line.startswith(b + " ") for line in said)] == []
+
+
+def test_the_servers_help_names_our_flags(fresh_process):
+    code = (
+        "import runpy, sys; sys.argv = ['x', '--help']; runpy.run_module('sglang.launch_server', run_name='__main__')"
+    )
+    said = fresh_process(code).stdout
+    assert "--kdtree-verify" in said and "--kv-defrag" in said and "--speculative-ddtree-topk" in said
+
+
 # Of pip, docker, git and gpg; and an abbreviation that the server's parser takes.
 OF_OTHERS = {"--verify", "--extra-index-url", "--index-url", "--no-build-isolation", "--ipc", "--tp"}
 
