@@ -198,8 +198,8 @@ def test_wrong_commands_are_seen(tmp_path, pinned):
     assert all(complaint(words, pinned) for words in found)
 
 
-# Beginning of a command -> the test that runs it and, in parentheses, what that test says of it; or why none can. The longest
-# beginning counts.
+# Beginning of a command -> the test that runs it and, in parentheses, what that test says of it; or why none can. Of
+# several beginnings the longest counts.
 RUN_BY = {
     "make serve": "scripts/test_serve_small_model.py (serve.py)",
     "make test": "none: these are its tests",
@@ -217,7 +217,7 @@ RUN_BY = {
     "python -m overlay check": "overlay/test_wheel.py (check)",
     "python -m overlay link": "overlay/test_tree.py (link)",
     "python -m sglang.launch_server --help": "overlay/test_docs.py (launch_server)",
-    "python -m sglang.launch_server": "e2e/test_bad_input.py (launch_server)",
+    "python -m sglang.launch_server": "e2e/test_small_model.py (sglang.launch_server)",
     "python -m sglang.kdtree doctor": "kit/test_doctor.py (doctor)",
     "python -m sglang.kdtree plan": "kit/test_deploy_doc.py (plan)",
     "python -m sglang.kdtree schema": "kit/test_cli.py (schema)",
