@@ -3,7 +3,8 @@
 whatever moves; after every step each slot has one owner, and the ranks have the same
 slots; and slots did move.
 
-The pool is small, so that cached prefixes are evicted and read again all the time.
+The pool has half of the slots that 12 requests need at a time, so that cached prefixes
+are evicted and read again all the time.
 """
 
 import json
@@ -21,7 +22,7 @@ COMMON = [
     "--attention-backend",
     "kdtree_sm120",
     "--max-total-tokens",
-    "3072",
+    "1536",
     "--max-running-requests",
     "12",
     "--enable-metrics",
@@ -33,7 +34,8 @@ STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
 }
-GREEDY = {"temperature": 0.0, "max_new_tokens": 128, "ignore_eos": True}
+NEW_TOKENS = 64
+GREEDY = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 
 
 class Case(NamedTuple):
@@ -55,7 +57,10 @@ CORES = {"rust": "RustUnifiedTreeCore", "python": "UnifiedTreeCore"}
 
 @pytest.fixture(scope="module")
 def entries():
-    return json.loads((MODELS / "expected_steps.json").read_text())["entries"][:24]
+    """Of code, the shortest: what costs time is the length, what moves slots the number."""
+    every = json.loads((MODELS / "expected_steps.json").read_text())["entries"]
+    code = [entry for entry in every if entry["kind"] == "code"]
+    return sorted(code, key=lambda entry: entry["prompt_tokens"])[:24]
 
 
 @pytest.fixture(params=CASES)
@@ -91,7 +96,7 @@ def test_tokens_are_those_of_torch(server, case, entries):
     evicted, by the next."""
     for wave in (entries, entries[::-1]):
         outputs = server.generate([entry["prompt"] for entry in wave], GREEDY)
-        assert token_ids(outputs) == [entry["tokens"] for entry in wave]
+        assert token_ids(outputs) == [entry["tokens"][:NEW_TOKENS] for entry in wave]
     assert sum(meta(outputs, "cached_tokens")) > 0
     server.assert_all_slots_are_back()
 
