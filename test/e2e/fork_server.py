@@ -29,12 +29,14 @@ import time
 import setproctitle
 
 PROGRAM = "sglang.launch_server"
-# What the three kinds of processes import before they read their arguments; not PROGRAM, which is run.
+# What the three kinds of processes import before they read their arguments; not PROGRAM, which is run. And the ops of
+# the kernel package: torch asks for the source of each one that is declared, which takes half a second.
 IMPORTED = [
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.managers.scheduler",
     "sglang.srt.models.registry",
+    "sgl_kernel_sm120",
 ]
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 # Read at import too, but a server takes its own: run_server puts the paths in; the other is read again when it is used.

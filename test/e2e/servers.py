@@ -146,7 +146,7 @@ def free_port() -> int:
 
 
 class Servers:
-    """At most one server that answers, and at most one process that forks them."""
+    """At most one server that answers, and one process that forks them for each environment that imports read."""
 
     def __init__(self, logs: pathlib.Path):
         self.logs = logs
@@ -154,8 +154,7 @@ class Servers:
         self.description: tuple | None = None
         self.started = 0
         self.ending: Server | None = None
-        self.parent: ForkServer | None = None
-        self.parents_env: dict[str, str] | None = None
+        self.parents: dict[tuple, ForkServer] = {}
 
     def get(self, arguments: Iterable[str], env: Mapping[str, str] = {}) -> Server:
         """A server that answers; the one that runs if it is of this description."""
@@ -195,10 +194,10 @@ class Servers:
 
     def parent_for(self, env: Mapping[str, str]) -> ForkServer:
         wanted = {name: value for name, value in (os.environ | dict(env)).items() if name in IMPORT_TIME}
-        if wanted != self.parents_env:
-            self.close()
-            self.parent, self.parents_env = ForkServer(wanted), wanted
-        return self.parent
+        key = tuple(sorted(wanted.items()))
+        if key not in self.parents:
+            self.parents[key] = ForkServer(wanted)
+        return self.parents[key]
 
     def stop(self) -> None:
         """Returns when nothing of any server runs."""
@@ -207,9 +206,8 @@ class Servers:
 
     def close(self) -> None:
         self.stop()
-        if self.parent is not None:
-            self.parent.close()
-        self.parent = self.parents_env = None
+        while self.parents:
+            self.parents.popitem()[1].close()
 
 
 def token_ids(outputs: list[dict[str, Any]]) -> list[list[int]]:
