@@ -4,6 +4,7 @@
 import argparse
 import csv
 import functools
+import io
 import threading
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from sglang.kdtree.errors import KitError
 from sglang.kdtree.probe import gpu
 from sglang.kdtree.probe.nvml import Nvml, Sample
 from sglang.kdtree.probe.regime import classify, effective_bandwidth_gb_s, means
+from sglang.kdtree.result import Result
 from sglang.kdtree.schemas import SCHEMAS
 
 
@@ -245,3 +247,21 @@ class TestVerb:
 
     def test_the_table_of_the_live_view(self):
         assert gpu.live_table([sample(0.0, 99, 1, 130.0)]).row_count == 1
+
+    def test_the_table_of_the_means_names_everything_that_was_sampled(self):
+        samples = [
+            sample(0.0, 98, 1, 130.0, nvlink_rx_kib=0, nvlink_tx_kib=0, pcie_rx_mb_s=100.0, pcie_tx_mb_s=300.0),
+            sample(1.0, 100, 3, 136.0, nvlink_rx_kib=10**6, nvlink_tx_kib=0, pcie_rx_mb_s=200.0, pcie_tx_mb_s=300.0),
+        ]
+        data = gpu.report({"watch": samples}, ["NVIDIA X"], [0], "580") | {"decode": None}
+        console = Console(width=200, file=io.StringIO())
+        gpu.render(Result(verb="probe-gpu", data=data, exit_code=1), console)
+        (row,) = [line for line in console.file.getvalue().splitlines() if line.startswith("\u2502 watch")]
+        assert [cell.strip() for cell in row.strip("\u2502").split("\u2502")] == [
+            "watch", "2", "99.0", "2.0", "133", "600", "2,400/14,000", "150/300", "1,024/0", "latency-bound",
+        ]  # fmt: skip
+        watched = sample(0.0, 98, 1, 130.0)  # a card without PCIe and NVLink counters
+        data = gpu.report({"watch": [watched]}, ["NVIDIA X"], [0], "580") | {"decode": None}
+        console = Console(width=200, file=io.StringIO())
+        gpu.render(Result(verb="probe-gpu", data=data, exit_code=1), console)
+        assert console.file.getvalue().count("-/-") == 2

@@ -313,6 +313,10 @@ def live_table(samples: Sequence[Sample]) -> Any:
     return table
 
 
+def pair(means: dict[str, Any], *keys: str) -> str:
+    return "/".join("-" if means[key] is None else f"{means[key]:,.0f}" for key in keys)
+
+
 def render(result: Result, console: Any) -> None:
     from rich.table import Table
 
@@ -324,16 +328,14 @@ def render(result: Result, console: Any) -> None:
         "memory %",
         "W",
         "limit W",
+        "SM/memory MHz",
         "PCIe rx/tx MB/s",
+        "NVLink rx/tx MB/s",
         "regime",
-        title="Means over all GPUs",
+        title="Means over all GPUs; NVLink: the sum",
     )
     for phase, row in data["phases"].items():
         m = row["means"]
-        pcie = "/".join(
-            "-" if m[key] is None else f"{m[key]:,.0f}"
-            for key in ("pcie_rx_mb_s", "pcie_tx_mb_s")
-        )
         table.add_row(
             phase,
             str(m["samples"]),
@@ -341,7 +343,9 @@ def render(result: Result, console: Any) -> None:
             f"{m['memory_pct']:.1f}",
             f"{m['power_w']:.0f}",
             f"{m['power_limit_w']:.0f}",
-            pcie,
+            pair(m, "sm_clock_mhz", "memory_clock_mhz"),
+            pair(m, "pcie_rx_mb_s", "pcie_tx_mb_s"),
+            pair(m, "nvlink_rx_mb_s", "nvlink_tx_mb_s"),
             row["regime"]["name"],
         )
     console.print(table)

@@ -27,6 +27,7 @@ class Means(msgspec.Struct, frozen=True, kw_only=True):
     power_w: float
     power_limit_w: float
     sm_clock_mhz: float
+    memory_clock_mhz: float
     pcie_rx_mb_s: float | None
     pcie_tx_mb_s: float | None
     nvlink_rx_mb_s: float | None
@@ -55,6 +56,7 @@ def means(samples: Sequence[Sample]) -> Means:
         power_w=mean("power_w"),
         power_limit_w=mean("power_limit_w"),
         sm_clock_mhz=mean("sm_clock_mhz"),
+        memory_clock_mhz=mean("memory_clock_mhz"),
         pcie_rx_mb_s=mean("pcie_rx_mb_s"),
         pcie_tx_mb_s=mean("pcie_tx_mb_s"),
         nvlink_rx_mb_s=_counter_rate(samples, "nvlink_rx_kib"),
