@@ -227,6 +227,8 @@ def rank_problems(log: str, args: argparse.Namespace) -> list[str]:
     if args.check_slots:
         compared = " and compared between the ranks" if args.ranks > 1 else ""
         say(rf"KV slots are counted after every step{compared}\.", what=f"slots are counted{compared}")
+    if args.check_slots and args.kv_defrag == "tier1":
+        say("The KV of running requests is compared after every step", what="KV is compared")
     if "KV relocation failed" in log:
         found.append("log: KV relocation failed")
     return found
@@ -247,8 +249,8 @@ def moved_bytes(url: str) -> dict[int, float]:
 def run(args: argparse.Namespace, log: Path) -> dict:
     """--steps: until so many decode steps were made, else for --seconds, which bound it either way."""
 
-    def until(share: float) -> Callable[[], bool]:
-        end, target = time.monotonic() + share * args.seconds, None
+    def until(seconds: float, share: float) -> Callable[[], bool]:
+        end, target = time.monotonic() + seconds, None
         if args.steps:
             target = steps_of(log.read_text(errors="replace")) + share * args.steps
         return lambda: (
@@ -258,10 +260,10 @@ def run(args: argparse.Namespace, log: Path) -> dict:
     env = backend_e2e.environment_of(args.ranks, args.device) | (SLOT_CHECKS if args.check_slots else {})
     with server(server_arguments(args), log, start_timeout=args.start_timeout, env=env) as (url, process):
         start = time.monotonic()
-        warm, warm_failures = churn(url, args.clients, until(0.25))
+        warm, warm_failures = churn(url, args.clients, until(args.seconds / 4, 0.2))
         slots_in_use_when_idle(url, 60)
         before = gpu_mib(args), host_mib(process.pid)
-        counts, failures = churn(url, args.clients, until(1))
+        counts, failures = churn(url, args.clients, until(args.seconds, 0.8))
         used = slots_in_use_when_idle(url, 60)
         seconds = time.monotonic() - start
         after = gpu_mib(args), host_mib(process.pid)

@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ sys.path.insert(0, str(HERE / "kernels"))
 FORMAT = "backend_e2e-1"
 TIE = {"bf16": 0.2, "fp8": 0.6}
 DRIFT = {"bf16": 0.15, "fp8": 0.5}
+# Capturing prefill takes most of a start, and is not what is looked at where many Engines start at once.
+START_SOON = {"disable_prefill_cuda_graph": True}
 PROMPTS = 12
 NODES = 16
 REPORT = re.compile(
@@ -145,8 +147,10 @@ def several_ranks(ranks: int, device: str, *, custom_all_reduce: bool = False) -
     """Of an Engine. NCCL by default: it is there on every host. FlashInfer's fused all-reduce is upstream's default on
     some cards, and would make two runs differ by what is installed."""
     arguments: dict[str, Any] = {"tp_size": ranks, "enforce_disable_flashinfer_allreduce_fusion": True}
-    if device == "cuda" and not custom_all_reduce:
-        arguments["disable_custom_all_reduce"] = True
+    if device == "cuda":
+        arguments |= START_SOON
+        if not custom_all_reduce:
+            arguments["disable_custom_all_reduce"] = True
     return arguments
 
 
@@ -195,7 +199,7 @@ def child(argv: list[str]) -> int:
     spec = json.loads(argv[0])
     with tempfile.TemporaryDirectory() as name:
         run = Run(**spec["run"])
-        arguments = arguments_of(run, spec["device"], Path(name))
+        arguments = arguments_of(run, spec["device"], Path(name)) | spec["more"]
         if spec["sampling"] is not None and spec["device"] == "cpu":
             arguments["enable_deterministic_inference"] = True  # seeds of requests need it; on a GPU it changes kernels
         if run.algorithm == "EAGLE":
@@ -259,10 +263,15 @@ def validate_reports(log: str) -> list[dict]:
     return list(found.values())
 
 
-def execute(run: Run, args: argparse.Namespace, folder: Path, *, sampling: int | None = None) -> dict:
-    """One Engine in a process of its own. args: device, logs, timeout. sampling: also sample, from this seed on."""
+def execute(
+    run: Run, args: argparse.Namespace, folder: Path, *, sampling: int | None = None, more: dict[str, Any] | None = None
+) -> dict:
+    """One Engine in a process of its own. args: device, logs, timeout. sampling: also sample, from this seed on. more:
+    arguments of the Engine."""
     out, log = folder / f"{run.name}.json", (args.logs or folder) / f"{run.name}.log"
-    spec = {"run": dataclasses.asdict(run), "device": args.device, "out": str(out), "sampling": sampling}
+    spec = {
+        "run": dataclasses.asdict(run), "device": args.device, "out": str(out), "sampling": sampling, "more": more or {}
+    }  # fmt: skip
     with open(log, "w") as file:
         try:
             code = subprocess.run(
@@ -351,6 +360,27 @@ def judge(done: dict[Run, dict], run: Run, *, reference: bool = False) -> dict:
     return row
 
 
+def judge_all(done: dict[Run, dict], runs: list[Run]) -> tuple[list[dict], list[dict]]:
+    """-> rows of the runs that can be judged, and those that have not ended, or whose partner has not, with why"""
+    rows, unfinished = [], []
+    for run in runs:
+        waits_for = next((r for r in (run, run.partner) if r not in done), None)
+        if waits_for is None:
+            rows.append(judge(done, run))
+        else:
+            what = "it" if waits_for is run else waits_for.name
+            unfinished.append({"name": run.name, "reason": f"{what} had not ended when this file was written"})
+    return rows, unfinished
+
+
+def save(path: Path, data: dict) -> None:
+    """At once or not at all: the process may be ended at any time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(data, indent=1) + "\n")
+    part.replace(path)
+
+
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["--child"]:
@@ -368,7 +398,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="the names of the runs")
     args = parser.parse_args(argv)
     runs = [r for r in all_runs() if any(fnmatch.fnmatch(r.name, f"*{p}*") for p in args.only)]
-    runs += [s for s in dict.fromkeys(r.stock for r in runs) if s not in runs]
+    # Upstream's first: then a file that is cut short can judge most of the others that it has.
+    stocks = dict.fromkeys(r.stock for r in runs)
+    runs = [*stocks, *(r for r in runs if r not in stocks)]
     if args.list:
         print("\n".join(r.name for r in runs))
         return 0
@@ -378,11 +410,22 @@ def main(argv: list[str] | None = None) -> int:
     runs = [r for r in runs if not unavailable(r, args.device)]
     if args.logs:
         args.logs.mkdir(parents=True, exist_ok=True)
+    top, done, rows = {}, {}, []
+
+    def write() -> None:
+        nonlocal rows
+        rows, unfinished = judge_all(done, runs)
+        save(args.out, {"header": top, "rows": rows, "not_run": skipped + unfinished})
+
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(args.parallel) as pool:
-        done = dict(zip(runs, pool.map(lambda run: execute(run, args, Path(name)), runs), strict=True))
-    rows = [judge(done, run) for run in runs]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"header": header(args, argv), "rows": rows, "not_run": skipped}, indent=1) + "\n")
+        futures = {pool.submit(execute, run, args, Path(name)): run for run in runs}
+        for future in as_completed(futures):
+            done[futures[future]] = future.result()
+            top = top or header(args, argv)  # it asks the GPU: not while all Engines start
+            write()
+    if not runs:
+        top = header(args, argv)
+        write()
     failed = [row for row in rows if row["problems"]]
     for row in rows:
         facts = f"parted {len(row['parted'])}, |dlogprob| {row['max_logprob_difference']}" if "parted" in row else ""

@@ -31,6 +31,8 @@ from acceptance import results as acceptance_results  # noqa: E402
 from acceptance import table as acceptance_table  # noqa: E402
 from one_rank import results as one_rank_results  # noqa: E402
 from one_rank import table as one_rank_table  # noqa: E402
+from two_ranks import results as two_ranks_results  # noqa: E402
+from two_ranks import table as two_ranks_table  # noqa: E402
 from verify_bench import results, table  # noqa: E402
 from verify_bench.arms import ARMS  # noqa: E402
 from verify_bench.shapes import Shape  # noqa: E402
@@ -253,6 +255,25 @@ def _one_rank(make: Callable[[dict], tuple[list[str], list[list[str]]]]) -> Call
     return render_table
 
 
+def two_ranks_header(data: dict) -> str:
+    if data["header"]["device"] != "cuda":
+        raise ReportError("the result is of a CPU, which says nothing about two GPUs")
+    return two_ranks_table.header(data)
+
+
+def _two_ranks(part: str) -> Callable[[dict], str]:
+    def render_table(data: dict) -> str:
+        two_ranks_header(data)
+        if data["header"]["part"] != part:
+            raise ReportError(f"the result is of the part {data['header']['part']!r}")
+        columns, rows = getattr(two_ranks_table, part)(data)
+        if not rows:
+            raise ReportError("no row of the result file belongs in this table")
+        return markdown(columns, rows)
+
+    return render_table
+
+
 TABLES: dict[str, Callable[[dict], str]] = {
     f.__name__: f for f in (header, context, shapes, ladder, fp8, pages, arithmetic, geomeans, attention_of_a_step)
 } | {
@@ -266,12 +287,15 @@ OPTIONAL_TABLES: dict[str, Callable[[dict], str]] = {
         f"one_rank_{make.__name__}": _one_rank(make)
         for make in (one_rank_table.steps, one_rank_table.speeds, one_rank_table.eagle, one_rank_table.kernels)
     },
+    "two_ranks_header": two_ranks_header,
+    **{f"two_ranks_{part}": _two_ranks(part) for part in two_ranks_results.ROW_KEYS},
 }
 NOT_MEASURED = "Not measured yet."
 LOADERS = {
     results.FORMAT: results.load,
     one_rank_results.FORMAT: one_rank_results.load,
     acceptance_results.FORMAT: acceptance_results.load,
+    two_ranks_results.FORMAT: two_ranks_results.load,
 }
 
 

@@ -16,14 +16,16 @@
 #   kv_layout  the verify kernel over slots in runs and anywhere, the allocator's sorts, the move -> kv_layout.json
 #   sanitize   compute-sanitizer over the kernels' tests
 #   plot       plots of bench
+# and by its name alone, because it needs two GPUs of one host:
+#   two_ranks  tensor parallelism, everything about it side by side                     -> equal, churn, steps, moe.json
 # A failed step does not stop the next ones; the exit code says whether one failed. What comes after -- goes to bench, or to
 # the one step that was named.
 # The environment is an installed one (pip install ./python[cuda] and ./sgl-kernel-sm120), or a tree that is laid out like
 # site-packages and unpacked on an offline host: --site. --bundle: what pack_gpu.py wrote, for its steps above; without it
 # the native libraries of build_native.py are built here if nvcc is.
 # Environment: PYTHON (python3), COMMIT where there is no git; seconds a step: TEST_TIMEOUT, BACKEND_TIMEOUT, KIT_TIMEOUT,
-# E2E_TIMEOUT, CHURN_TIMEOUT, ONE_RANK_TIMEOUT, BENCH_TIMEOUT, DDTREE_TIMEOUT, KV_LAYOUT_TIMEOUT, SANITIZE_TIMEOUT
-# (300, 300, 300, 900, 600, 1800, 500, 300, 600, 120 each tool).
+# E2E_TIMEOUT, CHURN_TIMEOUT, ONE_RANK_TIMEOUT, BENCH_TIMEOUT, DDTREE_TIMEOUT, KV_LAYOUT_TIMEOUT, SANITIZE_TIMEOUT,
+# TWO_RANKS_TIMEOUT (300, 300, 300, 900, 600, 1800, 500, 300, 600, 120 each tool, 480).
 set -u -o pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(dirname "$here")
@@ -36,10 +38,10 @@ while [ $# -gt 0 ]; do
     --bundle) bundle=$(cd "${2:?--bundle needs a folder}" && pwd) || exit 2; shift 2 ;;
     --site) site=${2:?--site needs a folder}; shift 2 ;;
     --out) out=${2:?--out needs a folder}; shift 2 ;;
-    test | backend | kit | e2e | churn | one_rank | bench | ddtree | kv_layout | sanitize | plot) steps+=("$1"); shift ;;
+    test | backend | kit | e2e | churn | one_rank | bench | ddtree | kv_layout | sanitize | plot | two_ranks) steps+=("$1"); shift ;;
     --) shift; break ;;
     -h | --help) sed -n '3,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
-    *) echo "run_gpu.sh: unknown argument '$1'; steps are ${all[*]}" >&2; exit 2 ;;
+    *) echo "run_gpu.sh: unknown argument '$1'; steps are ${all[*]} two_ranks" >&2; exit 2 ;;
   esac
 done
 bench_args=("$@") own_args=()
@@ -108,6 +110,8 @@ for s in "${steps[@]}"; do
       step one_rank "${ONE_RANK_TIMEOUT:-1800}" env PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" "$python" -m one_rank --profile \
         --out "$out/one_rank.json" --logs "$out/one_rank" "${commit[@]}" "${own_args[@]}"
       step one_rank_plot 60 env PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" "$python" -m one_rank.plot "$out/one_rank.json" ;;
+    two_ranks) step two_ranks "${TWO_RANKS_TIMEOUT:-480}" env PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" "$python" \
+      -m two_ranks --out "$out" --logs "$out/two_ranks" "${commit[@]}" "${own_args[@]}" ;;
     test) step test "${TEST_TIMEOUT:-300}" "${pytest[@]}" ;;
     bench) step bench "${BENCH_TIMEOUT:-500}" "${bench[@]}" --out "$out/mla_tree_verify.json" "${commit[@]}" \
       "${bench_args[@]}" ;;

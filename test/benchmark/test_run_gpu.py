@@ -78,9 +78,17 @@ def test_the_engine_steps_on_an_unpacked_tree(run, tmp_path):
     assert plot.endswith(f"-m one_rank.plot {run.out}/one_rank.json")
 
 
+def test_two_ranks_run_by_their_name_alone(run, tmp_path):
+    done, (call,) = run("--site", f"{tmp_path}/a", "two_ranks", "--", "--parts", "equal")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert call.startswith(f"PYTHONPATH={SCRIPT.parent}:{tmp_path}/a ")
+    assert call.endswith(f"-m two_ranks --out {run.out} --logs {run.out}/two_ranks --parts equal")
+
+
 def test_an_installed_environment_runs_everything(run):
     _, calls = run(path="/usr/bin:/bin")  # no sanitizer
     ran = " ".join(calls)
+    assert "two_ranks" not in ran
     for part in ("test/kernels", "test/srt", "test/kit", "backend_e2e.py", "-m one_rank ", "bench_mla_tree_verify.py"):
         assert part in ran, part
     assert "bench_ddtree.py" in ran and "bench_kv_layout.py" in ran

@@ -123,10 +123,10 @@ def _run(*command: str) -> str | None:
 GPU_QUERY = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit", "temperature.gpu")
 
 
-def gpu_info() -> dict | None:
+def gpu_info(index: int = 0) -> dict | None:
     if not torch.cuda.is_available():
         return None
-    p = torch.cuda.get_device_properties(0)
+    p = torch.cuda.get_device_properties(index)
     info = {
         "name": p.name,
         "compute_capability": f"{p.major}.{p.minor}",
@@ -134,7 +134,7 @@ def gpu_info() -> dict | None:
         "l2_bytes": p.L2_cache_size,
         "memory_bytes": p.total_memory,
     }
-    text = _run("nvidia-smi", f"--query-gpu={','.join(GPU_QUERY)}", "--format=csv,noheader", "-i", "0")
+    text = _run("nvidia-smi", f"--query-gpu={','.join(GPU_QUERY)}", "--format=csv,noheader", "-i", str(index))
     if text:
         info.update(zip((k.replace(".", "_") for k in GPU_QUERY), (v.strip() for v in text.split(",")), strict=False))
     return info

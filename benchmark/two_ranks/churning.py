@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ranks under churn with aborts and retractions, KV slots in runs (tier 0) and moved (tier 1). After each step both
+ranks compare a checksum of their rows of req_to_token and of their free list, and a server whose ranks differ ends."""
+
+from __future__ import annotations
+
+import backend_churn as churn
+
+from .jobs import RANKS, Job, Run
+
+TIERS = ("tier0", "tier1")
+
+
+def jobs(run: Run) -> list[Job]:
+    def work(tier: str) -> dict:
+        seconds = max(20.0, (run.quiet_left() - run.args.start_timeout) / 1.25)
+        args = churn.parser().parse_args([
+            "--out", "unused", "--device", run.device, "--ranks", str(RANKS), "--steps", str(run.args.churn_steps),
+            "--seconds", str(run.args.churn_seconds or seconds), "--clients", str(run.args.clients),
+            "--kv-defrag", tier, "--check-slots", "--shared-gpus", "--start-timeout", str(run.args.start_timeout),
+        ])  # fmt: skip
+        return churn.run(args, run.logs / f"churn-{tier}.log")
+
+    return [Job("churn", tier, lambda tier=tier: work(tier)) for tier in TIERS]
+
+
+def rows(outcomes: dict[str, dict], device: str) -> list[dict]:
+    return [row_of(tier, outcomes[tier]) for tier in TIERS if tier in outcomes]
+
+
+def row_of(tier: str, outcome: dict) -> dict:
+    if "error" in outcome:
+        return {"kv_defrag": tier, "problems": [outcome["error"]]}
+    row = {"kv_defrag": tier, **outcome, "problems": list(outcome["problems"])}
+    for kind, count in (("retraction", outcome["retractions"]), ("abort", outcome["requests"].get("abort", 0))):
+        if not count:
+            row["problems"].append(f"there was no {kind}: it shows nothing about one")
+    return row
