@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--start-timeout", type=float, default=200, help="seconds a server may take to start")
     p.add_argument("--parallel", type=int, default=16, help="jobs at once")
     p.add_argument("--churn-steps", type=int, default=2000)
-    p.add_argument("--churn-seconds", type=float, help="at most (default: what --quiet leaves)")
+    p.add_argument("--churn-seconds", type=float, default=600, help="at most, and not beyond --quiet")
     p.add_argument("--clients", type=int, default=48)
     p.add_argument("--contexts", nargs="+", type=int, help="of steps (default: 4,096 65,536 185,000)")
     p.add_argument("--steps", type=int, default=24, help="measured at a context")

@@ -6,20 +6,21 @@ from __future__ import annotations
 
 import backend_churn as churn
 
-from .jobs import RANKS, Job, Run
+from .jobs import RANKS, Job, Run, explained
 
 TIERS = ("tier0", "tier1")
 
 
 def jobs(run: Run) -> list[Job]:
     def work(tier: str) -> dict:
-        seconds = max(20.0, (run.quiet_left() - run.args.start_timeout) / 1.25)
         args = churn.parser().parse_args([
             "--out", "unused", "--device", run.device, "--ranks", str(RANKS), "--steps", str(run.args.churn_steps),
-            "--seconds", str(run.args.churn_seconds or seconds), "--clients", str(run.args.clients),
-            "--kv-defrag", tier, "--check-slots", "--shared-gpus", "--start-timeout", str(run.args.start_timeout),
+            "--seconds", str(run.args.churn_seconds), "--clients", str(run.args.clients), "--kv-defrag", tier,
+            "--check-slots", "--shared-gpus", "--start-timeout", str(run.args.start_timeout),
         ])  # fmt: skip
-        return churn.run(args, run.logs / f"churn-{tier}.log")
+        log = run.logs / f"churn-{tier}.log"
+        with explained(log):
+            return churn.run(args, log, deadline=run.start + run.args.quiet)
 
     return [Job("churn", tier, lambda tier=tier: work(tier)) for tier in TIERS]
 

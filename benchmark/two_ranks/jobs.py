@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import fcntl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
+
+from one_rank.__main__ import last_error
 
 RANKS = 2
 # Jobs of a stage measure when those of the stages before have ended, one after another; LOUD ones do not wait.
@@ -73,4 +76,13 @@ class Run:
 
 
 def failed(reason: str) -> dict:
-    return {"error": reason[:400]}
+    return {"error": reason[:600]}
+
+
+@contextlib.contextmanager
+def explained(log: Path) -> Iterator[None]:
+    """An error of a client says little where its server has failed: add what the server's log says last."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(f"{last_error(log)}; {type(error).__name__}: {error}"[:600]) from error

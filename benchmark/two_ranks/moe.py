@@ -20,7 +20,7 @@ from one_rank.arm import PROFILED_STEPS, traces_by_rank, turn_of
 from one_rank.breakdown import collective_times, kernel_times
 from one_rank.shapes import KIMI_RANK
 
-from .jobs import RANKS, TIMED, Job, Run
+from .jobs import RANKS, TIMED, Job, Run, explained
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 # Layers of Kimi K2.6 with whole experts, 64 of them instead of 384, and the small model's tokenizer: a token reads 8
@@ -74,7 +74,8 @@ def work(name: str, run: Run) -> dict:
     env = e2e.environment_of(RANKS, run.device) | {"SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR": str(recordings)}
     arguments = server_arguments(name, model)
     log = run.logs / f"moe-{name}.log"
-    with churn.server(arguments, log, start_timeout=min(run.args.start_timeout, run.left()), env=env) as (url, _):
+    start_timeout = min(run.args.start_timeout, run.left())
+    with explained(log), churn.server(arguments, log, start_timeout=start_timeout, env=env) as (url, _):
         row = {"model": name, "shape": shape_of(model)}
         row |= probe(url, recordings, model, redundant="2,4" if name == "trained" else "16,32")
         with turn_of(str(run.turn(TIMED))):

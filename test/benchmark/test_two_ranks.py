@@ -200,6 +200,13 @@ def test_clients_end_when_the_churn_does_and_when_all_of_them_fail(monkeypatch):
     assert not counts and len(failures) >= 20
 
 
+def test_a_failed_server_is_named_with_what_its_log_says_last(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("x\nRuntimeError: NCCL error\nbye\n")
+    with pytest.raises(RuntimeError, match="^RuntimeError: NCCL error; OSError: refused$"), jobs.explained(log):
+        raise OSError("refused")
+
+
 # Steps.
 
 
