@@ -82,3 +82,39 @@ def test_the_flags_it_explains_are_the_recipes():
     assert f"--chunked-prefill-size {recipe['chunked-prefill-size']}`" in TEXT
     assert f"Start with {recipe['mem-fraction-static']:g}" in TEXT
     assert sum(key.startswith("speculative-") for key in recipe) == 3
+
+
+class TestReadingAReport:
+    """docs/validate.md: its line is the server's, its verdicts are the probe's, its limits are the code's."""
+
+    PAGE = (ROOT / "docs" / "validate.md").read_text()
+
+    def test_the_line_is_what_the_server_logs(self):
+        torch = pytest.importorskip("torch")
+        errors = pytest.importorskip("sglang.srt.layers.attention.kdtree_verify").VerifyErrors
+        (line,) = re.findall(r"^kdtree_sm120 validate: (.+), 8 steps$", self.PAGE, flags=re.M)
+        said = errors.describe(torch.ones(3, len(errors._COLUMNS), dtype=torch.float64))
+        number = re.compile(r"\d+(\.\d+e[-+]\d+)?")
+        assert number.sub("N", line) == number.sub("N", said)
+
+    def test_every_part_of_the_line_is_explained(self):
+        (line,) = re.findall(r"^kdtree_sm120 validate: (.+), 8 steps$", self.PAGE, flags=re.M)
+        words = re.sub(r"[\d.]+(e[-+]\d+)?", "", line)
+        table = self.PAGE.partition("## A mismatch")[0]
+        rows = re.findall(r"^\| ([a-z ,]+) \| [^|]+ \| [^|]+ \|$", table, flags=re.M)
+        for name in (name.strip() for row in rows if row != "part" for name in row.split(",")):
+            assert name in words, name
+        assert len(rows) == 7  # with the head
+
+    def test_the_verdicts_and_limits_are_those_of_the_code(self):
+        from sglang.kdtree.probe.verify import VERDICTS
+
+        assert re.findall(r"^\| `([\w-]+)` \|", self.PAGE, flags=re.M) == list(VERDICTS)
+        errors = pytest.importorskip("sglang.srt.layers.attention.kdtree_verify").VerifyErrors
+        assert (errors.MISMATCH_LIMIT, errors.MISMATCH_LIMIT_FP8) == (2**-6, 2**-3)
+        assert "than 2^-6 of their" in self.PAGE and "fp8 KV 2^-3" in self.PAGE
+
+    def test_the_panels_are_on_the_dashboard(self):
+        board = (ROOT / "docker/grafana/dashboards/kdtree.json").read_text()
+        for panel in re.findall(r'"([A-Z][a-z ]+)"', self.PAGE.partition("## A mismatch")[0]):
+            assert f'"title": "{panel}"' in board, panel

@@ -113,7 +113,7 @@ def offline(path: Path, limit: float) -> Result:
             what=f"--dump {path}",
             expected=f"a reproducer or a folder with {FILE_PATTERN}",
             got="none",
-            remedy="In validate mode the server writes one for each mismatch to the folder it was given.",
+            remedy="In validate mode each rank writes its first mismatch to the folder that --kdtree-dump-dir names.",
         )
     judgements = [judge(load_reproducer(file), limit=limit) for file in files]
     wrong = [j for j in judgements if j.verdict != "both-right"]
