@@ -112,14 +112,14 @@ def probe(url: str, recordings: Path, model: Path, *, redundant: str) -> dict:
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode not in (0, 1):  # 1: a finding
-        raise RuntimeError(f"probe moe: exit code {done.returncode}: {done.stderr[-300:]}")
+        raise RuntimeError(f"probe moe: exit code {done.returncode}: {(done.stderr + done.stdout)[-500:]}")
     counts = divided(load_counts(trace_files(recordings), experts=None), copies=RANKS)
     layers, experts = counts.tokens.shape[1:]
     activated = moe_model.activated_per_rank(
         counts.tokens, moe_model.contiguous(layers=layers, experts=experts, ranks=RANKS)
     )
     return {
-        "probe": json.loads(done.stdout)["data"],
+        "probe": json.loads(done.stdout),
         "layers": counts.layers,
         "activated": activated.mean(axis=0).round(3).tolist(),  # [layer][rank]
         "slowest": activated.max(axis=2).mean(axis=0).round(3).tolist(),  # [layer]

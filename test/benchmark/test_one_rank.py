@@ -214,7 +214,8 @@ def test_a_profile_that_was_not_taken_is_an_error_and_costs_no_row(monkeypatch):
 def trace(path, kernels):
     """kernels: (name, duration) one after another"""
     events = [{"ph": "X", "cat": "kernel", "name": n, "ts": 1000.0 * i, "dur": d} for i, (n, d) in enumerate(kernels)]
-    path.write_text(json.dumps({"traceEvents": events}))
+    with gzip.open(path, "wt") if path.suffix == ".gz" else open(path, "w") as file:
+        json.dump({"traceEvents": events}, file)
     return path
 
 

@@ -17,8 +17,11 @@ import backend_e2e as e2e
 import psutil
 import pytest
 import report
-from benchmark.test_one_rank import make_row
+import torch
+from benchmark.test_one_rank import make_row, trace
+from kit.scripted import ScriptedServer, sglang_stream
 from one_rank import shapes
+from one_rank.arm import PROFILED_STEPS
 from two_ranks import __main__ as main
 from two_ranks import churning, equal, jobs, moe, results, steps, table
 
@@ -268,6 +271,70 @@ def test_a_recording_of_a_larger_batch_is_a_problem():
     found = {"model": "trained", "shape": SHAPE, "layers": [1, 2], "activated": [[1.0, 1.0], [1.5, 1.2]]}
     (row,) = moe.rows({"trained": found}, "cuda")
     assert len(row["problems"]) == 1 and row["problems"][0].startswith("layer 2: 2.7 experts of a token, not 2")
+
+
+@pytest.fixture
+def scripted():
+    server = ScriptedServer()
+    server.pages |= {
+        "/v1/models": (200, {"data": [{"id": "tiny", "max_model_len": 4096}]}),
+        "/model_info": (200, {"model_path": "x"}),
+        "/server_info": (200, {"version": "0.5.23", "tp_size": 2, "dp_size": 1}),
+        "/tokenize": (200, lambda body: {"count": len(body["prompt"].split())}),
+        "/generate": (200, sglang_stream([1, 2, 3], prompt_tokens=9)),
+        **{f"/{verb}_expert_distribution_record": (200, "ok") for verb in ("start", "stop", "dump")},
+    }  # fmt: skip
+    yield server
+    server.close()
+
+
+def test_the_experts_of_each_rank_come_from_the_recording_of_the_verb(scripted, tmp_path):
+    """Two steps of a token of two experts, the layer 0 dense; both ranks recorded both."""
+
+    def dump(body):
+        for rank in (0, 1):
+            counts = torch.zeros(2, 3, 8, dtype=torch.int64)
+            for step, layer, experts in ((0, 1, (0, 1)), (1, 1, (0, 7)), (0, 2, (4, 5)), (1, 2, (6, 7))):
+                counts[step, layer, list(experts)] = 1
+            records = [
+                {"forward_pass_id": step, "rank": rank, "global_physical_count": counts[step]} for step in (0, 1)
+            ]
+            mapping = torch.arange(8).repeat(3, 1)
+            torch.save({"records": records, "last_physical_to_logical_map": mapping}, tmp_path / f"r_{rank}.pt")
+        return "ok"
+
+    scripted.pages["/dump_expert_distribution_record"] = (200, dump)
+    found = moe.probe(scripted.url, tmp_path, moe.model_folder("trained", tmp_path), redundant="")
+    assert found["layers"] == [1, 2]
+    assert found["activated"] == [[1.5, 0.5], [0.0, 2.0]] and found["slowest"] == [1.5, 2.0]
+    assert found["probe"]["ranks"] == 2 and found["probe"]["scenarios"][0]["lost_us_per_step"] > 0
+    (row,) = moe.rows({"trained": {"model": "trained", "shape": SHAPE, **found}}, "cuda")
+    assert row["problems"] == []
+
+
+def test_a_probe_that_fails_is_an_error_with_its_words(scripted, tmp_path):
+    with pytest.raises(RuntimeError, match="probe moe: exit code 2.*no new .pt file"):
+        moe.probe(scripted.url, tmp_path, moe.model_folder("trained", tmp_path), redundant="")
+
+
+def test_a_profile_of_a_server_tells_its_waiting(scripted):
+    asked = {}
+
+    def generate(body):
+        for rank, late in ((0, 0.0), (1, 100.0)):
+            kernels = [(name, 10.0 + (late if i == 6 else 0.0)) for i, (name, _) in enumerate(STEP)] * PROFILED_STEPS
+            trace(Path(asked["output_dir"]) / f"1-TP-{rank}-EP-{rank}-DECODE.trace.json.gz", kernels)
+        return {}
+
+    scripted.pages["/start_profile"] = (200, lambda body: asked.update(body) or "ok")
+    scripted.pages["/generate"] = (200, generate)
+    found = moe.profile(scripted.url, SHAPE)
+    assert found["waiting"] == {"attention_us": [0, 0, 0], "experts_us": [0, 100.0], "lost_us_per_step": 100.0}
+    assert found["collectives"]["waiting_us"] == [0, 100.0] and found["kernels_us"]["collectives"] == 80.0
+    assert asked["profile_by_stage"] and asked["activities"] == ["GPU"]
+    scripted.pages["/generate"] = (200, {})
+    with pytest.raises(ValueError, match=r"ranks \[\]"):
+        moe.profile(scripted.url, SHAPE)
 
 
 def test_the_wide_model_is_one_that_two_ranks_can_share(tmp_path):
