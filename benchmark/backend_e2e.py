@@ -373,6 +373,11 @@ def judge_all(done: dict[Run, dict], runs: list[Run]) -> tuple[list[dict], list[
     return rows, unfinished
 
 
+def verdict(row: dict) -> str:
+    facts = f"parted {len(row['parted'])}, |dlogprob| {row['max_logprob_difference']}" if "parted" in row else "ran"
+    return f"{'FAIL' if row['problems'] else 'ok  '} {row['name']}: {'; '.join(row['problems']) or facts}"
+
+
 def save(path: Path, data: dict) -> None:
     """At once or not at all: the process may be ended at any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -414,8 +419,12 @@ def main(argv: list[str] | None = None) -> int:
 
     def write() -> None:
         nonlocal rows
+        told = {row["name"] for row in rows}
         rows, unfinished = judge_all(done, runs)
         save(args.out, {"header": top, "rows": rows, "not_run": skipped + unfinished})
+        for row in rows:
+            if row["name"] not in told:
+                print(verdict(row), flush=True)
 
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(args.parallel) as pool:
         futures = {pool.submit(execute, run, args, Path(name)): run for run in runs}
@@ -427,9 +436,6 @@ def main(argv: list[str] | None = None) -> int:
         top = header(args, argv)
         write()
     failed = [row for row in rows if row["problems"]]
-    for row in rows:
-        facts = f"parted {len(row['parted'])}, |dlogprob| {row['max_logprob_difference']}" if "parted" in row else ""
-        print(f"{'FAIL' if row['problems'] else 'ok  '} {row['name']}: {'; '.join(row['problems']) or facts}")
     print(f"{len(rows) - len(failed)} of {len(rows)} runs hold; {args.out}")
     return 1 if failed else 0
 

@@ -4,6 +4,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import backend_e2e as e2e
@@ -99,6 +100,53 @@ def test_a_run_that_failed_and_one_without_a_partner_are_problems():
         run: {"run": run, "result": outcome(answer(1)), "error": None, "reports": [], "mismatches": [], "started": [0]}
     }
     assert e2e.judge(alone, run)["problems"] == ["DDTREE bf16 page1 graphs triton, to compare with, did not run"]
+
+
+def test_a_call_that_is_cut_short_leaves_the_rows_of_what_had_ended(monkeypatch, tmp_path):
+    out = tmp_path / "r.json"
+
+    def execute(run, args, folder):
+        """Upstream's run ends; ours fails in this script itself, once the file is there."""
+        for _ in range(200):
+            if run.backend == "triton" or out.exists():
+                break
+            time.sleep(0.05)
+        if run.mode == "on":
+            raise RuntimeError("stopped")
+        return {"run": run, "result": outcome(answer(1)), "error": None, "reports": [], "mismatches": [], "started": []}
+
+    monkeypatch.setattr(e2e, "execute", execute)
+    patterns = ["--only", "DDTREE bf16 page1 graphs kdtree_sm120 on"]
+    with pytest.raises(RuntimeError, match="stopped"):
+        e2e.main(["--device", "cpu", "--parallel", "1", "--commit", "none", "--out", str(out), *patterns])
+    written = json.loads(out.read_text())
+    assert written["header"]["format"] == e2e.FORMAT
+    assert [row["name"] for row in written["rows"]] == ["DDTREE bf16 page1 graphs triton"]
+    assert written["not_run"] == [
+        {
+            "name": "DDTREE bf16 page1 graphs kdtree_sm120 on",
+            "reason": "it had not ended when this file was written",
+        }
+    ]
+
+
+def test_what_waits_for_its_partner_is_no_row_yet():
+    ours = e2e.Run("plain", backend="kdtree_sm120", mode="on")
+    ended = {"result": outcome(answer(1)), "error": None, "reports": [], "mismatches": [], "started": [0]}
+    runs = [ours.stock, ours]
+    rows, unfinished = e2e.judge_all({ours: ended}, runs)
+    assert rows == [] and [u["reason"] for u in unfinished] == [
+        "it had not ended when this file was written",
+        "plain bf16 page1 graphs triton had not ended when this file was written",
+    ]
+    rows, unfinished = e2e.judge_all({ours: ended, ours.stock: ended}, runs)
+    assert [row["problems"] for row in rows] == [[], []] and unfinished == []
+
+
+def test_upstreams_runs_come_first(capsys):
+    assert e2e.main(["--list"]) == 0
+    backends = [line.split()[4] for line in capsys.readouterr().out.splitlines()]
+    assert backends == sorted(backends, key=("triton", "kdtree_sm120").index) and len(set(backends)) == 2
 
 
 def test_every_run_of_ours_has_its_upstream_run():
