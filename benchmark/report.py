@@ -236,11 +236,13 @@ def one_rank_header(data: dict) -> str:
     h = data["header"]
     if h["scale"] != "full":
         raise ReportError(f"the result is of scale {h['scale']!r}, which says nothing about speed")
-    model, gpu = h["model"], h["gpu"] or {}
+    model, gpu, window = h["model"], h["gpu"] or {}, h["draft_window"]
+    seen = f"the last {window:,} tokens" if window else "the whole context"
     return (
         f"{gpu.get('name', h['device'])}, driver {gpu.get('driver_version', 'unknown')}; {h['date'][:10]}, commit "
         f"{h['commit'][:12]}. {model['num_hidden_layers']} layers, {model['num_attention_heads']} heads a rank, one "
-        f"request. Versions: {', '.join(f'{name} {v}' for name, v in h['versions'].items() if v)}."
+        f"request. The drafter of DFLASH and DDTREE sees {seen}. "
+        f"Versions: {', '.join(f'{name} {v}' for name, v in h['versions'].items() if v)}."
     )
 
 

@@ -28,14 +28,18 @@ from .shapes import ARMS, SCALES, TREE_SIZES, Run, Scale, runs_of, unavailable
 
 HERE = Path(__file__).resolve().parent
 
-TASK_DEFAULTS = {"steps": 32, "limit_s": 5.0}
+TASK_DEFAULTS = {"steps": 32, "limit_s": 3.0}
 
 
 def header_device(scale: Scale) -> str:
     return scale.arguments.get("device", "cuda")
 
 
-def header(scale: Scale, options: list[str], commit_of: str) -> dict:
+def draft_window_of(args: argparse.Namespace, scale: Scale) -> int:
+    return scale.draft_window if args.draft_window is None else args.draft_window
+
+
+def header(scale: Scale, options: list[str], commit_of: str, draft_window: int) -> dict:
     import torch
 
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda}
@@ -56,6 +60,7 @@ def header(scale: Scale, options: list[str], commit_of: str) -> dict:
         "scale": scale.name,
         "model": scale.model,
         "drafter": scale.drafter,
+        "draft_window": draft_window,
         "options": options,
     }
 
@@ -85,6 +90,7 @@ def measure(
         "ranks": run.ranks,
         "custom_all_reduce": run.custom_all_reduce,
         "first_gpu": first_gpu,
+        "draft_window": draft_window_of(args, scale),
     }
     log = (args.logs or folder) / f"{run.name}.log"
     command = [sys.executable, "-m", "one_rank.arm", json.dumps(task)]
@@ -118,11 +124,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--scale", choices=SCALES, default="full")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--trees", nargs="+", type=int, default=list(TREE_SIZES), help="tokens of a tree")
+    parser.add_argument(
+        "--stock-trees",
+        nargs="+",
+        type=int,
+        help="of trees on upstream's backend, if others",
+    )
     parser.add_argument("--contexts", nargs="+", type=int)
     parser.add_argument("--steps", type=int, default=TASK_DEFAULTS["steps"], help="measured at a context")
     parser.add_argument("--limit", type=float, default=TASK_DEFAULTS["limit_s"], help="seconds of a context, about")
     parser.add_argument("--kv-dtype", choices=("bf16", "fp8"), default="bf16")
     parser.add_argument("--page-size", type=int, default=1)
+    parser.add_argument(
+        "--draft-window",
+        type=int,
+        help="tokens that a DFLASH drafter sees (4096); 0: the whole context",
+    )
     parser.add_argument("--profile", action="store_true", help="also count the kernels of two arms by kind")
     parser.add_argument("--parallel", type=int, default=4, help="Engines on the GPU at once; 27 GB each at full scale")
     parser.add_argument("--timeout", type=float, default=900, help="seconds of one arm, its wait for the turn included")
@@ -135,10 +152,13 @@ def main(argv: list[str] | None = None) -> int:
         args.logs.mkdir(parents=True, exist_ok=True)
     options = sys.argv[1:] if argv is None else argv
     data = {
-        "header": header(scale, options, args.commit or commit(HERE.parent.parent)), "rows": [], "not_available": []
+        "header": header(
+            scale, options, args.commit or commit(HERE.parent.parent), draft_window_of(args, scale)
+        ),
+        "rows": [], "not_available": [],
     }  # fmt: skip
     chosen = []
-    for run in runs_of(args.arms, args.trees, scale):
+    for run in runs_of(args.arms, args.trees, scale, args.stock_trees):
         reason = unavailable(run, scale)
         if reason:
             data["not_available"].append({"arm": run.arm, "s_q": run.s_q, "reason": reason})

@@ -23,7 +23,11 @@ from .shapes import ACCEPT_LENGTHS, ARMS, SCALES, Run, engine_arguments
 
 TAIL = 8  # tokens of a prompt behind the seeded path
 WARM_STEPS = 4
+MIN_STEPS = 6
 PROBE_TOKENS = 6  # about as many steps: dummy weights accept next to nothing
+# A step that takes longer varies by little, and is measured a few times only.
+SLOW_STEP_MS = 300.0
+SLOW_WARM_STEPS, SLOW_STEPS = 1, 3
 PROFILED_STEPS = 5
 PROFILED_ARMS = ("plain_triton", "tree_kdtree")
 
@@ -44,6 +48,7 @@ class Task:
     ranks: int = 1
     custom_all_reduce: bool = False
     first_gpu: int = 0
+    draft_window: int = 0  # tokens that a DFLASH drafter sees; 0 = the whole context
 
     @property
     def run(self) -> Run:
@@ -81,22 +86,27 @@ def stream(engine, prompt: list[int], new_tokens: int) -> tuple[float, list[Chun
     return chunks[0].seconds - start, chunks
 
 
-def step_times_ms(chunks: list[Chunk]) -> list[float]:
+def step_times_ms(chunks: list[Chunk], warm_steps: int = WARM_STEPS) -> list[float]:
     """Of every interval between chunks behind the warm-up, a step's time."""
     times = []
-    for before, after in zip(chunks[WARM_STEPS:], chunks[WARM_STEPS + 1 :], strict=False):
+    for before, after in zip(chunks[warm_steps:], chunks[warm_steps + 1 :], strict=False):
         if after.steps > before.steps:
             times.append(1e3 * (after.seconds - before.seconds) / (after.steps - before.steps))
     return times
 
 
-def steps_within(limit_s: float, step_ms: float, wanted: int) -> int:
-    return max(6, min(wanted, int(limit_s * 1e3 / step_ms)))
+def steps_within(limit_s: float, step_ms: float, wanted: int) -> tuple[int, int]:
+    """-> steps of warm-up, steps that are measured; step_ms is a bound"""
+    if step_ms > SLOW_STEP_MS:
+        return SLOW_WARM_STEPS, min(wanted, SLOW_STEPS)
+    return WARM_STEPS, max(MIN_STEPS, min(wanted, int(limit_s * 1e3 / step_ms) - WARM_STEPS))
 
 
-def row_of(task: Task, context: int, first_s: float, chunks: list[Chunk]) -> dict:
-    times = step_times_ms(chunks)
-    warm, last = chunks[min(WARM_STEPS, len(chunks) - 1)], chunks[-1]
+def row_of(task: Task, context: int, first_s: float, chunks: list[Chunk], warm_steps: int) -> dict:
+    times = step_times_ms(chunks, warm_steps)
+    if not times:
+        raise ValueError(f"no step behind {warm_steps} of warm-up in {len(chunks)} chunks at a context of {context}")
+    warm, last = chunks[warm_steps], chunks[-1]
     steps = last.steps - warm.steps
     p50 = quantile(times, 0.5)
     return {
@@ -114,7 +124,9 @@ def row_of(task: Task, context: int, first_s: float, chunks: list[Chunk]) -> dic
         "cached_tokens": last.cached,
         "first_chunk_s": round(first_s, 3),
         "tok_s": {str(a): round(1e3 * a / p50, 2) for a in ACCEPT_LENGTHS},
-    } | ({"ranks": task.ranks, "custom_all_reduce": task.custom_all_reduce} if task.ranks > 1 else {})
+        **({"draft_window": task.draft_window} if ARMS[task.arm].has_window else {}),
+        **({"ranks": task.ranks, "custom_all_reduce": task.custom_all_reduce} if task.ranks > 1 else {}),
+    }
 
 
 def write_models(task: Task, folder: Path) -> dict[str, str]:
@@ -140,23 +152,29 @@ def turn_of(path: str):
         yield
 
 
-def measure(engine, task: Task, context: int, path: list[int], vocab: int) -> dict:
+def measure(engine, task: Task, context: int, path: list[int], vocab: int, before: dict | None = None) -> dict:
+    """before: the row of a shorter context"""
+
     def prompt(salt: int) -> list[int]:
         # Leaves the path at its own place, so that no prompt finds another's tail in the cache.
         return path[: context - TAIL] + path_ids(TAIL, vocab, seed=1000 * context + salt)
 
-    # Steps may be 300 times longer at one end of the table than at the other.
-    _, probe = stream(engine, prompt(1), PROBE_TOKENS)
-    rough_ms = max(1e3 * (probe[-1].seconds - probe[0].seconds) / max(1, probe[-1].steps - probe[0].steps), 0.01)
-    steps = steps_within(task.limit_s, rough_ms, task.steps)
-    # What is accepted all the same makes the stream shorter than asked for.
-    first_s, chunks = stream(engine, prompt(2), steps + WARM_STEPS + 2)
+    # Steps may be 300 times longer at one end of the table than at the other, at most in proportion to the context. A
+    # probe costs a prefill of the tail, which upstream's kernel takes as long for as for a slow step.
+    if before is None:
+        _, probe = stream(engine, prompt(1), PROBE_TOKENS)
+        bound_ms = 1e3 * (probe[-1].seconds - probe[0].seconds) / max(1, probe[-1].steps - probe[0].steps)
+    else:
+        bound_ms = before["ms_per_step_p50"] * context / before["context"]
+    warm_steps, steps = steps_within(task.limit_s, max(bound_ms, 0.01), task.steps)
+    # The prefill gives one token. What is accepted all the same makes the stream shorter than asked for.
+    first_s, chunks = stream(engine, prompt(2), 1 + warm_steps + steps)
     expected = context - TAIL - max(task.page_size, 2)  # EAGLE matches pairs
     if chunks[-1].cached < expected:
         raise SystemExit(
             f"{task.arm}: {chunks[-1].cached} tokens of {context} were cached: the seeded path is not found"
         )
-    row = row_of(task, context, first_s, chunks)
+    row = row_of(task, context, first_s, chunks, warm_steps)
     if task.profile and task.arm in PROFILED_ARMS:
         # A failure here must not cost the times: __main__ reports it.
         try:
@@ -201,7 +219,7 @@ def main(argv: list[str]) -> int:
         sys.path.insert(0, str(plugins))  # the Engine loads plugins in this process too
         arguments = engine_arguments(
             task.run, scale, kv_dtype=task.kv_dtype, page_size=task.page_size,
-            total_tokens=(longest + 4096) // task.page_size * task.page_size,
+            total_tokens=(longest + 4096) // task.page_size * task.page_size, draft_window=task.draft_window,
         )  # fmt: skip
         arguments |= write_models(task, folder)
         if task.first_gpu:
@@ -216,8 +234,9 @@ def main(argv: list[str]) -> int:
         path = path_ids(longest + 1, vocab)
         with turn_of(task.turn), open(task.rows, "a") as rows:
             stream(engine, path[:32] + path_ids(TAIL, vocab, seed=7), 8)  # kernels load
-            for context in task.contexts:
-                row = measure(engine, task, context, path, vocab)
+            row = None
+            for context in sorted(task.contexts):
+                row = measure(engine, task, context, path, vocab, before=row)
                 print(f"one_rank: {task.run.name}: {context:,}: {row['ms_per_step_p50']} ms a step", flush=True)
                 rows.write(json.dumps(row) + "\n")
                 rows.flush()

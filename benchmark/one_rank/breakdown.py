@@ -14,7 +14,9 @@ from typing import Any
 KINDS: tuple[tuple[str, str], ...] = (
     ("collectives", r"nccl|all_?reduce|all_?gather|reduce_?scatter|one_?shot|two_?shot|multimem"),
     ("lists and masks", r"kv_indices|req_to_token|scatter|gather|index|cumsum|scan|verify_plan|mask"),
-    ("attention", r"mla_tree_verify|_fwd_kernel|_fwd_grouped|decode_attention|extend_attention|_stage[12]|flash|attn"),
+    # Upstream's kernel of several rows a request; in the steps of arms on kdtree_sm120 the drafter's alone.
+    ("extend attention", r"^_fwd_kernel|extend_attention"),
+    ("attention", r"mla_tree_verify|_fwd_grouped|decode_attention|_stage[12]|flash|attn"),
     ("tree", r"ddtree|tree_accept|kv_move|topk|sort|radix"),
     ("experts", r"moe|expert|grouped_gemm|fused_moe|align_block"),
     ("matrix products", r"gemm|cutlass|cublas|nvjet|splitk|ampere_|sm90_xmma|sm80_xmma|matmul"),

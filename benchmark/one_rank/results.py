@@ -20,6 +20,7 @@ HEADER_KEYS = {
     "versions": dict,
     "scale": str,
     "model": dict,
+    "draft_window": int,
 }
 ROW_KEYS = {
     "arm": str,

@@ -61,6 +61,11 @@ SMALL_DRAFTER_CHANGES = {
 }  # fmt: skip
 SMALL_CONTEXTS = (64, 200)
 
+# Tokens of the prefix that a DFLASH drafter sees, as a product would set it: its attention is upstream's, and over a
+# whole long context would hide the verification. The same for upstream's arms and ours.
+DRAFT_WINDOW = 4096
+SMALL_DRAFT_WINDOW = 48
+
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
@@ -70,6 +75,7 @@ class Scale:
     model: dict[str, Any]
     drafter: dict[str, Any]
     contexts: tuple[int, ...]
+    draft_window: int
     arguments: dict[str, Any]  # of the Engine
 
     @property
@@ -90,11 +96,11 @@ class Scale:
 
 
 FULL = Scale(
-    "full", KIMI_RANK, DRAFTER_RANK, CONTEXTS,
+    "full", KIMI_RANK, DRAFTER_RANK, CONTEXTS, DRAFT_WINDOW,
     {"context_length": 200_000, "chunked_prefill_size": 8192, "mem_fraction_static": 0.9, "dtype": "bfloat16"},
 )  # fmt: skip
 SMALL = Scale(
-    "small", KIMI_RANK | SMALL_CHANGES, DRAFTER_RANK | SMALL_DRAFTER_CHANGES, SMALL_CONTEXTS,
+    "small", KIMI_RANK | SMALL_CHANGES, DRAFTER_RANK | SMALL_DRAFTER_CHANGES, SMALL_CONTEXTS, SMALL_DRAFT_WINDOW,
     {"context_length": 1024, "device": "cpu", "dtype": "float32"},
 )  # fmt: skip
 SCALES = {scale.name: scale for scale in (FULL, SMALL)}
@@ -110,6 +116,11 @@ class Arm:
     @property
     def has_sizes(self) -> bool:
         return self.algorithm in ("DDTREE", "EAGLE")
+
+    @property
+    def has_window(self) -> bool:
+        """Whether it drafts with a DFLASH drafter, all of whose drafting --draft-window bounds."""
+        return self.algorithm in ("DFLASH", "DDTREE")
 
 
 ARMS = {
@@ -142,11 +153,13 @@ class Run:
         return name
 
 
-def runs_of(arms: list[str], sizes: list[int], scale: Scale) -> list[Run]:
+def runs_of(arms: list[str], sizes: list[int], scale: Scale, stock_sizes: list[int] | None = None) -> list[Run]:
+    """sizes: of trees; stock_sizes: of those on upstream's backend, if others."""
     runs = []
     for name in arms:
         arm = ARMS[name]
-        widths = sizes if arm.has_sizes else [scale.block_size if arm.algorithm else 1]
+        of_trees = stock_sizes if stock_sizes and arm.backend == "triton" else sizes
+        widths = of_trees if arm.has_sizes else [scale.block_size if arm.algorithm else 1]
         runs += [Run(name, width) for width in widths]
     return runs
 
@@ -159,8 +172,10 @@ def unavailable(run: Run, scale: Scale) -> str | None:
     return None
 
 
-def engine_arguments(run: Run, scale: Scale, *, kv_dtype: str, page_size: int, total_tokens: int) -> dict[str, Any]:
-    """Without the paths of the models."""
+def engine_arguments(
+    run: Run, scale: Scale, *, kv_dtype: str, page_size: int, total_tokens: int, draft_window: int = 0
+) -> dict[str, Any]:
+    """Without the paths of the models. draft_window: 0 = the whole context."""
     arm = ARMS[run.arm]
     # A CPU has no Triton: its reference takes the part.
     backend = "torch_reference" if scale.name == "small" and arm.backend == "triton" else arm.backend
@@ -184,6 +199,8 @@ def engine_arguments(run: Run, scale: Scale, *, kv_dtype: str, page_size: int, t
         arguments |= {"speculative_algorithm": arm.algorithm, "speculative_num_draft_tokens": run.s_q}
     if arm.algorithm == "EAGLE":
         arguments |= {"speculative_num_steps": 4, "speculative_eagle_topk": 4}
-    if arm.algorithm in ("DFLASH", "DDTREE") and scale.name == "full":
+    if arm.has_window and draft_window:
+        arguments["speculative_draft_window_size"] = draft_window
+    if arm.has_window and scale.name == "full":
         arguments["speculative_draft_attention_backend"] = "triton"
     return arguments

@@ -78,7 +78,7 @@ def problems(data: dict) -> list[str]:
     if part == "steps":
         measured = [row for _, row in rows if "context" in row]
         one_rank = {"header": data["header"] | {
-            "format": one_rank_results.FORMAT, "gpu": None, "scale": "", "model": {}
+            "format": one_rank_results.FORMAT, "gpu": None, "scale": "", "model": {}, "draft_window": 0
         }, "rows": measured}  # fmt: skip
         found += one_rank_results.problems(one_rank)
     return found

@@ -37,9 +37,63 @@ def test_quantiles_lie_between_neighbours():
     assert arm.quantile([7.0], 0.8) == 7.0
 
 
-@pytest.mark.parametrize(("step_ms", "steps"), [(1.0, 32), (500.0, 16), (2143.0, 6)])
+@pytest.mark.parametrize(
+    ("step_ms", "steps"), [(1.0, (4, 32)), (200.0, (4, 11)), (299.0, (4, 6)), (301.0, (1, 3)), (2143.0, (1, 3))]
+)
 def test_a_slow_arm_is_measured_for_fewer_steps(step_ms, steps):
-    assert arm.steps_within(8.0, step_ms, 32) == steps
+    assert arm.steps_within(3.0, step_ms, 32) == steps
+
+
+class Clock:
+    """An Engine whose steps, and the prefill of a prompt's tail, take ms_a_token times the prompt, and its time."""
+
+    def __init__(self, monkeypatch, ms_a_token):
+        self.ms_a_token, self.now, self.streams = ms_a_token, 0.0, []
+        monkeypatch.setattr(arm.time, "perf_counter", lambda: self.now)
+
+    def generate(self, input_ids, sampling_params, stream):
+        count = sampling_params["max_new_tokens"]
+        self.streams.append((len(input_ids), count))
+        for done in range(1, count + 1):
+            self.now += self.ms_a_token * len(input_ids) / 1e3
+            cached = len(input_ids) - arm.TAIL
+            yield {"meta_info": {"completion_tokens": done, "spec_verify_ct": done - 1, "cached_tokens": cached}}
+        self.now += self.ms_a_token * len(input_ids) / 1e3  # one step more is in flight
+
+
+def rows_of(engine, *, name="tree_triton", contexts=shapes.CONTEXTS, **fields):
+    options = {"kv_dtype": "bf16", "page_size": 1, "steps": 32, "limit_s": main.TASK_DEFAULTS["limit_s"]} | fields
+    task = arm.Task(name, 9, "full", list(contexts), profile=False, turn="", rows="", **options)
+    path, row, rows = seed.path_ids(max(contexts), 100), None, []
+    for context in contexts:
+        row = arm.measure(engine, task, context, path, 100, before=row)
+        rows.append(row)
+    return rows
+
+
+def test_upstreams_tree_is_measured_in_45_seconds(monkeypatch):
+    """At its measured speed on an H200: 2.14 s a step at 185k."""
+    engine = Clock(monkeypatch, 2142.7 / 185_000)
+    rows = rows_of(engine)
+    assert engine.now < 45
+    assert [row["context"] for row in rows] == list(shapes.CONTEXTS)
+    assert all(row["ms_per_step_p50"] == pytest.approx(2142.7 * row["context"] / 185_000, rel=1e-3) for row in rows)
+    assert [row["steps"] for row in rows if row["context"] > 30_000] == [arm.SLOW_STEPS] * 4
+    assert results.problems(make_result(rows)) == []
+
+
+def test_a_fast_arm_is_measured_for_all_steps_and_probed_once(monkeypatch):
+    engine = Clock(monkeypatch, 20.0 / 185_000)
+    rows = rows_of(engine, name="plain_triton")
+    assert [row["steps"] for row in rows] == [32] * len(shapes.CONTEXTS)
+    assert len(engine.streams) == len(shapes.CONTEXTS) + 1 and "draft_window" not in rows[0]
+
+
+def test_a_stream_that_ends_within_its_warm_up_is_an_error():
+    steps = [arm.Chunk(float(i), i, i + 1, cached=64) for i in range(3)]
+    task = arm.Task("plain_triton", 1, "full", [64], "bf16", 1, 6, 5.0, False, "turn", "rows")
+    with pytest.raises(ValueError, match="no step behind 4 of warm-up in 3 chunks"):
+        arm.row_of(task, 64, 0.1, steps, 4)
 
 
 def make_row(name="tree_kdtree", context=4096, s_q=9, ms=8.0, **fields):
@@ -56,7 +110,7 @@ def make_result(rows, scale="full"):
     header = {
         "format": results.FORMAT, "date": "2026-01-02T03:04:05Z", "commit": "0123456789abcdef", "device": "cuda",
         "gpu": {"name": "Test GPU", "driver_version": "1.2"}, "versions": {"torch": "2.11"}, "scale": scale,
-        "model": shapes.KIMI_RANK,
+        "model": shapes.KIMI_RANK, "draft_window": shapes.DRAFT_WINDOW,
     }  # fmt: skip
     return {"header": header, "rows": rows, "not_available": []}
 
@@ -189,7 +243,7 @@ class Profiled:
 
 def test_a_profile_is_of_decode_steps_alone():
     engine = Profiled("EXTEND", "DECODE")
-    assert arm.profile(engine, [1, 2, 3], 1)["kernels_us"]["attention"] == 600
+    assert arm.profile(engine, [1, 2, 3], 1)["kernels_us"]["extend attention"] == 600
     assert engine.asked["profile_by_stage"] and engine.asked["num_steps"] == arm.PROFILED_STEPS
     assert engine.generated > 2 * arm.PROFILED_STEPS  # it stops by itself, at a step behind the last
 
@@ -260,7 +314,7 @@ def test_ranks_that_did_not_run_the_same_are_an_error(tmp_path, second, message)
     ("name", "kind"),
     [
         ("_fwd_grouped_kernel_stage1", "attention"),
-        ("_fwd_kernel", "attention"),
+        ("_fwd_kernel", "extend attention"),
         ("mla_tree_verify_merge", "attention"),
         ("create_flashinfer_kv_indices_triton", "lists and masks"),
         ("ddtree_build_kernel", "tree"),
@@ -311,6 +365,29 @@ def test_every_arm_has_its_sizes():
     runs = shapes.runs_of(list(shapes.ARMS), [9, 17], shapes.FULL)
     assert {run.name for run in runs} >= {"plain_triton-1", "dflash_triton-8", "tree_kdtree-9", "tree_kdtree-17"}
     assert len(runs) == len(set(runs)) == 4 + 2 * 5
+
+
+def test_upstreams_trees_may_have_sizes_of_their_own():
+    runs = shapes.runs_of(list(shapes.ARMS), [9, 17, 33], shapes.FULL, [9])
+    sizes = {name: [run.s_q for run in runs if run.arm == name] for name in shapes.ARMS}
+    assert sizes["tree_triton"] == sizes["eagle_triton"] == [9]
+    assert sizes["tree_kdtree"] == sizes["tree_kdtree_eager"] == sizes["eagle_kdtree"] == [9, 17, 33]
+    assert sizes["dflash_triton"] == [8] and sizes["plain_triton"] == [1]
+
+
+def test_a_dflash_drafter_sees_the_same_window_on_every_backend():
+    def arguments(name, window):
+        run = shapes.Run(name, 9)
+        return shapes.engine_arguments(
+            run, shapes.FULL, kv_dtype="bf16", page_size=1, total_tokens=1000, draft_window=window
+        )
+
+    windowed = {name for name in shapes.ARMS if "speculative_draft_window_size" in arguments(name, 4096)}
+    assert windowed == {
+        "dflash_triton", "dflash_kdtree", "tree_triton", "tree_kdtree", "tree_kdtree_eager"
+    }  # fmt: skip
+    assert all(arguments(name, 4096)["speculative_draft_window_size"] == 4096 for name in windowed)
+    assert not any("speculative_draft_window_size" in arguments(name, 0) for name in shapes.ARMS)
 
 
 def test_arms_differ_in_what_their_name_says():
@@ -377,4 +454,5 @@ def test_the_benchmark_runs_end_to_end_on_a_small_model(tmp_path):
         ("plain_kdtree", 1, 64), ("plain_kdtree", 1, 200), ("tree_kdtree", 9, 64), ("tree_kdtree", 9, 200),
     ]  # fmt: skip
     assert all(r["cached_tokens"] == r["context"] - arm.TAIL for r in data["rows"])
-    assert data["not_available"] == []
+    assert data["not_available"] == [] and data["header"]["draft_window"] == shapes.SMALL_DRAFT_WINDOW
+    assert {r.get("draft_window") for r in data["rows"]} == {None, shapes.SMALL_DRAFT_WINDOW}
