@@ -27,7 +27,7 @@ export MODEL DRAFT ARGS PORT
 # Images set this. Every process of a server, and of the tests, would then compile torch and sglang anew: 15 s of a core.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test environment test-environment gates lint format delta pr release check-release
+.PHONY: serve test environment test-environment gates check-kernels check-edits check-tables lint format delta pr release check-release
 .DEFAULT_GOAL := test
 
 serve: environment
@@ -48,10 +48,17 @@ test: gates
 endif
 
 # What stops a change before any test runs: the edits and the caps, the kernels' registers and shared memory, and tables
-# in the documents that are not those of the result files.
-gates: test-environment
+# in the documents that are not those of the result files. The kernels compile beside pip, which takes one core.
+gates:
+	@$(MAKE) --no-print-directory --jobs=2 check-kernels check-edits check-tables
+
+check-kernels:
+	@python=$$(sh scripts/find_python.sh '$(PYTHON)') && nice "$$python" sgl-kernel-sm120/tools/resources.py check
+
+check-edits: test-environment
 	$(OVERLAY) check
-	$(VENV) sgl-kernel-sm120/tools/resources.py check
+
+check-tables: test-environment
 	$(VENV) benchmark/report.py --check
 
 environment:

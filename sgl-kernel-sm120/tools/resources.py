@@ -12,10 +12,11 @@ from the symbol table of the object (csrc/common/per_device.h).
 
 import argparse
 import difflib
-import importlib
+import importlib.util
 import re
 import subprocess
 import sys
+import venv
 from pathlib import Path
 from typing import NamedTuple
 
@@ -152,10 +153,18 @@ def toolchain() -> Path:
         sys.modules.pop("nvidia", None)
         if not (target / "nvidia/cu13/bin/nvcc").exists():
             print(f"fetching the CUDA compiler into {target.relative_to(ROOT)}", flush=True)
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
-            subprocess.run([*pip, *kernel_build.TOOLCHAIN], check=True)
+            options = ["--quiet", "--no-deps", "--no-compile", "--target", str(target)]
+            subprocess.run([*pip(target.parent / "pip"), "install", *options, *kernel_build.TOOLCHAIN], check=True)
         importlib.invalidate_caches()
         return kernel_build.toolchain_root()
+
+
+def pip(spare: Path) -> list[str]:
+    """The command; for an interpreter without pip, as Debian has them, that of an environment in `spare`."""
+    if importlib.util.find_spec("pip"):
+        return [sys.executable, "-m", "pip"]
+    venv.create(spare, with_pip=True)
+    return [str(spare / "bin" / "python"), "-m", "pip"]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -121,6 +121,15 @@ def test_unknown_architectures_are_refused(monkeypatch, value):
         kernel_build.requested_archs()
 
 
+def test_the_compiler_is_fetched_with_or_without_pip(monkeypatch, tmp_path):
+    """Debian's interpreters have none outside of an environment."""
+    made = []
+    monkeypatch.setattr(resources.venv, "create", lambda place, with_pip: made.append((place, with_pip)))
+    assert resources.pip(tmp_path) == [sys.executable, "-m", "pip"] and not made
+    monkeypatch.setattr(resources.importlib.util, "find_spec", lambda name: None)
+    assert resources.pip(tmp_path) == [str(tmp_path / "bin" / "python"), "-m", "pip"] and made == [(tmp_path, True)]
+
+
 @pytest.fixture
 def toy(monkeypatch, tmp_path):
     """A tree of one C++ unit and one header, built with the C++ compiler alone."""
