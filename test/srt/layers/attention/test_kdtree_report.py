@@ -78,6 +78,27 @@ def test_errors_are_those_of_the_definition(monkeypatch, tmp_path):
     assert (errors.rows, errors.rows_over_ulp, errors.mismatches) == (2 * N, 1, 1)
 
 
+@pytest.mark.parametrize("largest", [1.0, 1.9921875, 2.0, 3.0e-8, 3.0e8])
+@pytest.mark.parametrize(("steps", "over"), [(0, 0), (1, 0), (-1, 0), (2, 1)])
+def test_a_row_is_over_the_limit_beyond_one_rounding_step_of_its_largest_element(largest, steps, over):
+    reference = torch.tensor([[0.1 * largest, largest, -0.5 * largest]]).bfloat16()
+    ours = reference.clone()
+    bits = ours.view(torch.int16)
+    bits[0, 1] += steps  # neighbouring numbers have neighbouring bits
+    errors = VerifyErrors(1, torch.device("cpu"))
+    errors.update(0, ours, reference)
+    assert VerifyErrors.summary(errors.counters)[0].rows_over_ulp == over
+
+
+@pytest.mark.parametrize("ours", [torch.inf, -torch.inf, torch.nan, 1.0])
+@pytest.mark.parametrize("reference", [torch.inf, torch.nan])
+def test_what_is_not_finite_is_a_mismatch(ours, reference):
+    errors = VerifyErrors(1, torch.device("cpu"))
+    values = [torch.tensor([[1.0, value]]).bfloat16() for value in (ours, reference)]
+    for a, b in (values, values[::-1]):
+        assert errors.update(0, a, b).tolist() == [True]
+
+
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_a_mismatch_is_dumped_so_that_the_probe_can_recompute_it(monkeypatch, tmp_path, caplog, kv_dtype):
     case = make_case(monkeypatch, tmp_path, kv_dtype)

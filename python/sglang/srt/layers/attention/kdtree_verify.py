@@ -122,16 +122,21 @@ class LayerErrors(msgspec.Struct, frozen=True):
     mismatches: int
 
 
+def bf16_step(size: torch.Tensor) -> torch.Tensor:
+    """fp32, not negative -> the distance of neighbouring bf16 numbers at it: 2**-7 of
+    the power of two below."""
+    exponent_bits = size.view(torch.int32) & 0x7F800000
+    return exponent_bits.view(torch.float32) * 2.0**-7
+
+
 class VerifyErrors:
     """How far kdtree_sm120 is from the stock backend, a row of counters a layer.
 
-    Updated by tensor arithmetic alone, so that a captured step can do it; ``report``
-    reads the counters back.
+    A row (one draft token of one layer) is over the limit beyond one bf16 rounding step
+    of its largest element. Updated by tensor arithmetic alone, so that a captured step
+    can do it; ``report`` reads the counters back.
     """
 
-    # A row (one draft token of one layer) is over the limit beyond one bf16 rounding
-    # step of its largest element.
-    ROW_LIMIT = 2.0**-8
     # Two kernels that both round to bf16 may differ by a few steps; a row beyond this
     # is a mismatch. Chosen, not derived.
     MISMATCH_LIMIT = 2.0**-6
@@ -175,9 +180,9 @@ class VerifyErrors:
             error = error.masked_fill(~counted[:, None], 0.0)
             size = size.masked_fill(~counted[:, None], 0.0)
         worst, largest = error.amax(dim=-1), size.amax(dim=-1)
-        # "not <=" counts a NaN as over a limit.
-        over = ~(worst <= self.ROW_LIMIT * largest)
-        mismatch = ~(worst <= self.mismatch_limit * largest)
+        # "not <" counts a NaN as over a limit.
+        over = ~((worst <= bf16_step(largest)) & (worst < torch.inf))
+        mismatch = ~((worst <= self.mismatch_limit * largest) & (worst < torch.inf))
         num_rows = error.shape[0] if counted is None else counted.sum()
         relative = worst / largest.clamp_min(torch.finfo(torch.float32).tiny)
         row = self.counters[layer_index]
