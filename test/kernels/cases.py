@@ -33,7 +33,7 @@ class Case:
     draft_slots: bool = False
     q_layout: str = "packed"  # packed | strided | wide (row stride 2^20 elements)
     scores: str = (
-        "normal"  # normal | growing (the running max moves in every tile) | low (all logits below -5e4) | zero
+        "normal"  # normal | growing (the running max moves in every tile) | low (all logits below -5e4) | zero | tiny
     )
     slots: str = "scattered"  # scattered | high (past 2^31 elements)
     logit_cap: float = 0.0
@@ -137,6 +137,8 @@ def make_inputs(case: Case, device="cpu", *, seed: int = 0, dtype: torch.dtype =
     elif case.scores == "low":  # every logit is near -1e5. Small integers: their dot products are exact in fp32
         q, rows = (torch.randint(-2, 3, x.shape, generator=generator).float() for x in (q, rows))
         q[..., -1], rows[:, -1] = -5376.0, FP8_MAX
+    elif case.scores == "tiny":  # values below what fp16 can hold
+        rows *= 1e-8
     elif case.scores == "growing":
         rank = {s: i for request in slots for i, s in enumerate(request)}
         rows[:, -1] = torch.tensor([1.0 + 0.25 * rank[int(s)] for s in owned]).clamp(max=FP8_MAX)
@@ -251,6 +253,7 @@ def _sweep() -> list[Case]:
         Case("growing", (300, 5), scores="growing"),
         Case("low-logits", (70, 0), scores="low"),
         Case("low-logits-fp8", (70, 0), scores="low", kv="fp8"),
+        Case("tiny-values", (300, 5), scores="tiny"),
         Case("zero-scores", (33, 0), scores="zero", tree="random"),
         Case("strided-q", (37, 5), q_layout="strided"),
     ]  # fmt: skip

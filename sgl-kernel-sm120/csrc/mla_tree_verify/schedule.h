@@ -82,7 +82,7 @@ MLA_HOST_DEVICE constexpr int64_t partial_slots(int b, int row_tiles, int num_sm
 
 // One partial result: normalised O of all row tiles in fp16, in the order of the MMA accumulators,
 // then fp32 (row_max, sum) of each row and, for each value warp of a row tile, the power of two by
-// which its O is too small (1 unless fp16 is too narrow).
+// which its O is too small.
 MLA_HOST_DEVICE constexpr int64_t partial_bytes(int row_tiles, int row_blocks) {
   return int64_t{row_tiles} * (8 * row_blocks * (kDv * 2 + 8) + 4 * kValueWarps);
 }

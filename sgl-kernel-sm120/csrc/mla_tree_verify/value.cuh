@@ -196,10 +196,11 @@ __device__ __forceinline__ void store_partial(OFragments<C>& r_o, const MlaTreeV
                       fmaxf(fabsf(r_o[m][j][2]), fabsf(r_o[m][j][3])));
     }
   }
-  // Bits of a positive float order like integers. Below 2^15 no scale is needed.
+  // Bits of a positive float order like integers. The largest element lands in [2^14, 2^15), so
+  // that small outputs do not vanish below the range of fp16.
   const int exponent =
                 static_cast<int>(__reduce_max_sync(~0u, __float_as_uint(largest)) >> 23) - 127,
-            excess = max(exponent - 14, 0);
+            excess = max(exponent - 14, -100);
   const float down = __int_as_float((127 - excess) << 23);
 #pragma unroll
   for (int m = 0; m < kColumnBlocks; m += 2) {
