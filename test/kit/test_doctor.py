@@ -2,9 +2,11 @@
 """Each check of the doctor, healthy and ill; the whole on this machine without a GPU."""
 
 import functools
+import re
 import socket
 import sys
-from collections import namedtuple
+from collections import Counter, namedtuple
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -274,3 +276,24 @@ class TestWhole:
         assert main(["doctor"]) == 0
         printed = capsys.readouterr().out
         assert "WARN" in printed and "expandable_segments" in printed and "0 OK, 1 WARN, 0 FAIL" in printed
+
+
+def test_the_readme_shows_what_is_printed(cli, monkeypatch):
+    """The checks by name and in order, and their sum, as a machine without a GPU gives them."""
+    import torch
+
+    def none():
+        raise no_nvml("NVML Shared Library Not Found")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for check in ("driver", "peers"):
+        monkeypatch.setattr(machine, check, functools.partial(getattr(machine, check), none))
+    _, document = cli("doctor", "--port", 0)
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    shown = re.search(r"^\$ python -m sglang\.kdtree doctor.*?^(\d+ OK, .*?)$", readme, re.M | re.S)
+    rows = re.findall(r"^(OK|WARN|FAIL) +(\S.*?)  +(\S.*)$", shown[0], re.M)
+    assert [name for _, name, _ in rows] == [check["name"] for check in document["checks"]]
+    counts = Counter(state for state, _, _ in rows)
+    assert shown[1] == f"{counts[OK]} OK, {counts[WARN]} WARN, {counts[FAIL]} FAIL"
+    (gpu,) = [check for check in document["checks"] if check["name"] == "GPU"]
+    assert (gpu["status"], "GPU", gpu["detail"]) in rows and f"-> {gpu['remedy']}\n" in shown[0]

@@ -236,6 +236,7 @@ RUN_BY = {
     "python benchmark/pack_gpu.py": "benchmark/test_pack.py (pack_gpu)",
     "bash benchmark/run_gpu.sh": "benchmark/test_run_gpu.py (run_gpu.sh)",
     "python -m one_rank": "benchmark/test_one_rank.py (one_rank)",
+    "python -m two_ranks": "benchmark/test_two_ranks.py (two_ranks)",
     "python sgl-kernel-sm120/tools/resources.py": "kernels/test_build.py (resources)",
     "tools/check_torch_abi.sh": "kernels/test_build.py (check_torch_abi)",
     "docker": "none: there is no engine in CI; docker/check.py runs what the image runs",
