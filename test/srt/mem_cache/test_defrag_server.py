@@ -17,12 +17,13 @@ from e2e.servers import MODELS, TARGET, meta, speculative, token_ids
 
 pytestmark = pytest.mark.server
 
+POOL = 1536
 COMMON = [
     *TARGET,
     "--attention-backend",
     "kdtree_sm120",
     "--max-total-tokens",
-    "1536",
+    str(POOL),
     "--max-running-requests",
     "12",
     "--enable-metrics",
@@ -34,7 +35,7 @@ STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
 }
-NEW_TOKENS = 64
+NEW_TOKENS = 96
 GREEDY = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 
 
@@ -57,7 +58,7 @@ CORES = {"rust": "RustUnifiedTreeCore", "python": "UnifiedTreeCore"}
 
 @pytest.fixture(scope="module")
 def entries():
-    """Of code, the shortest: what costs time is the length, what moves slots the number."""
+    """Of code, the shortest: a server still evicts ten pools of tokens."""
     every = json.loads((MODELS / "expected_steps.json").read_text())["entries"]
     code = [entry for entry in every if entry["kind"] == "code"]
     return sorted(code, key=lambda entry: entry["prompt_tokens"])[:24]
@@ -102,6 +103,8 @@ def test_tokens_are_those_of_torch(server, case, entries):
 
     log, ranks = server.log.read_text(), list(range(case.ranks))
     assert f"Tree Core: {CORES[case.core]}\n" in log
+    evicted = by_rank(server, "sglang:evicted_tokens_total")
+    assert sorted(evicted) == ranks and min(evicted.values()) > 5 * POOL
     if case.tier == "off":
         assert "KV defragmentation" not in log and not by_rank(server, "sglang:kv_defrag_runs_total")
         return
