@@ -3,13 +3,10 @@
 server ends with the message, wherever on its way it is refused, and not in a traceback of something else."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
-from e2e.servers import ENVIRONMENT, MODELS, TARGET, speculative
+from e2e.servers import MODELS, TARGET, speculative
 
 pytestmark = pytest.mark.server
 
@@ -88,8 +85,8 @@ def test_a_page_size_is_refused_by_the_backend_alone(servers):
     assert "ValueError: kdtree_sm120 needs a page size that is a power of two, and --page-size is 48." in log
 
 
-def test_a_model_without_mla_is_refused(tmp_path):
-    """Seen once the model is loaded, in the scheduler's process; started as a user starts it."""
+def test_a_model_without_mla_is_refused(servers, tmp_path):
+    """Seen once the model is loaded, in the scheduler's process."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 2048, "hidden_size": 64,
         "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -98,13 +95,12 @@ def test_a_model_without_mla_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODELS / "target" / name, tmp_path)
-    result = subprocess.run(
-        [sys.executable, "-m", "sglang.launch_server", "--model-path", str(tmp_path), "--load-format", "dummy",
-         "--device", "cpu", "--attention-backend", "kdtree_sm120", "--port", "0"],
-        env=os.environ | ENVIRONMENT, capture_output=True, text=True,
+    returncode, log = servers.run(
+        ["--model-path", str(tmp_path), "--load-format", "dummy", "--device", "cpu",
+         "--attention-backend", "kdtree_sm120"]
     )  # fmt: skip
-    assert result.returncode != 0
+    assert returncode != 0
     assert (
         "ValueError: kdtree_sm120 serves MLA models (DeepSeek V3, Kimi K2 family), and LlamaForCausalLM is none; use "
-        "--attention-backend torch_reference on a CPU, triton on a GPU." in result.stderr
+        "--attention-backend torch_reference on a CPU, triton on a GPU." in log
     )
