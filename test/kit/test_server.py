@@ -70,6 +70,7 @@ RECIPE = {
     "max-total-tokens": 8192,
     "max-running-requests": 4,
     "enable-metrics": True,
+    "sleep-on-idle": True,
 }
 
 
