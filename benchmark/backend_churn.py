@@ -51,14 +51,14 @@ def server_arguments(args: argparse.Namespace) -> list[str]:
         "max-total-tokens": 4096, "max-running-requests": 16, "context-length": 2048, "page-size": args.page_size,
         "decode-log-interval": LOG_INTERVAL, "kv-defrag": args.kv_defrag,
     }  # fmt: skip
-    if args.kv_defrag == "tier1":
-        values["kv-defrag-copy-budget"] = "256K"
+    if args.kv_defrag == "tier1":  # metrics say how much each rank has moved
+        values |= {
+            "kv-defrag-copy-budget": "256K", "enable-metrics": True, "enable-metrics-for-all-schedulers": True
+        }  # fmt: skip
     if args.ranks > 1:
         values |= {
             name.replace("_", "-"): value for name, value in backend_e2e.several_ranks(args.ranks, args.device).items()
         }
-    if args.kv_defrag != "off":
-        values |= {"enable-metrics": True, "enable-metrics-for-all-schedulers": True}
     if args.algorithm != "plain":
         values |= {
             "speculative-algorithm": args.algorithm, "speculative-draft-model-path": MODELS / "drafter",

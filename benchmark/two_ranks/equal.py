@@ -27,7 +27,7 @@ RUNS = (ONE, TWO, VALIDATE)
 
 def jobs(run: Run) -> list[Job]:
     def work(of: e2e.Run):
-        args = argparse.Namespace(device=run.device, logs=run.logs, timeout=run.quiet_left())
+        args = argparse.Namespace(device=run.device, logs=run.logs, timeout=round(run.quiet_left()))
         sampling = FIRST_SEEDS[of.ranks] if of.mode == "on" else None
         more = e2e.START_SOON if run.device == "cuda" else None
         return e2e.execute(of, args, run.folder, sampling=sampling, more=more)

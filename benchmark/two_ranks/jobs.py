@@ -76,7 +76,7 @@ class Run:
 
 
 def failed(reason: str) -> dict:
-    return {"error": reason[:600]}
+    return {"error": " ".join(reason.split())[:600]}
 
 
 @contextlib.contextmanager

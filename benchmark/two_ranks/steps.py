@@ -38,7 +38,7 @@ def jobs(run: Run) -> list[Job]:
         contexts = run.args.contexts or CONTEXTS[run.device]
         args = argparse.Namespace(
             contexts=contexts if everywhere else contexts[:1], kv_dtype="bf16", page_size=1, steps=run.args.steps,
-            limit=3.0, profile=run.device == "cuda", logs=run.logs, timeout=run.left(), draft_window=None,
+            limit=3.0, profile=run.device == "cuda", logs=run.logs, timeout=round(run.left()), draft_window=None,
         )  # fmt: skip
         found, reason = one_rank.measure(arm, args, scale, run.folders[stage_of(arm)], first_gpu=first_gpu)
         return {"rows": found, "reason": reason}
