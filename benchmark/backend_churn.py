@@ -48,8 +48,9 @@ SLOT_CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_
 def server_arguments(args: argparse.Namespace) -> list[str]:
     values = {
         "model-path": MODELS / "target", "attention-backend": "kdtree_sm120", "kdtree-verify": args.mode,
-        "max-total-tokens": 4096, "max-running-requests": 16, "context-length": 2048, "page-size": args.page_size,
+        "max-total-tokens": args.pool, "max-running-requests": 16, "context-length": 2048, "page-size": args.page_size,
         "decode-log-interval": LOG_INTERVAL, "kv-defrag": args.kv_defrag,
+        "schedule-conservativeness": args.conservativeness,
     }  # fmt: skip
     if args.kv_defrag == "tier1":  # metrics say how much each rank has moved
         values |= {
@@ -307,6 +308,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--steps", type=int, help="end after so many, at the latest after --seconds; memory is not judged"
     )
+    parser.add_argument("--pool", type=int, default=4096, help="KV slots; a request takes up to 430")
+    parser.add_argument(
+        "--conservativeness", type=float, default=1.0, help="--schedule-conservativeness: less retracts more requests"
+    )
     parser.add_argument("--ranks", type=int, default=1, help="of tensor parallelism")
     parser.add_argument("--kv-defrag", choices=("off", "tier0", "tier1"), default="off")
     parser.add_argument("--check-slots", action="store_true", help="count all slots after each step, compare the ranks")
@@ -328,7 +333,8 @@ def main(argv: list[str] | None = None) -> int:
         "commit": args.commit or commit(ROOT), "device": args.device,
         "gpu": gpu_info() if args.device == "cuda" else None, "versions": {"torch": torch.__version__},
         **{name: getattr(args, name) for name in (
-            "algorithm", "mode", "page_size", "clients", "seconds", "steps", "ranks", "kv_defrag", "check_slots"
+            "algorithm", "mode", "page_size", "clients", "seconds", "steps", "ranks", "kv_defrag", "check_slots",
+            "pool", "conservativeness",
         )},
     }  # fmt: skip
     args.out.write_text(json.dumps({"header": header, **result}, indent=1) + "\n")

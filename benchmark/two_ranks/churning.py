@@ -9,6 +9,8 @@ import backend_churn as churn
 from .jobs import RANKS, Job, Run, explained
 
 TIERS = ("tier0", "tier1")
+# A request takes 5 to 430 slots, and 16 of them run: admitted as if they were to answer little, they are retracted.
+POOL, CONSERVATIVENESS = 1536, 0.05
 
 
 def jobs(run: Run) -> list[Job]:
@@ -16,7 +18,8 @@ def jobs(run: Run) -> list[Job]:
         args = churn.parser().parse_args([
             "--out", "unused", "--device", run.device, "--ranks", str(RANKS), "--steps", str(run.args.churn_steps),
             "--seconds", str(run.args.churn_seconds), "--clients", str(run.args.clients), "--kv-defrag", tier,
-            "--check-slots", "--shared-gpus", "--start-timeout", str(run.args.start_timeout),
+            "--pool", str(POOL), "--conservativeness", str(CONSERVATIVENESS), "--check-slots", "--shared-gpus",
+            "--start-timeout", str(run.args.start_timeout),
         ])  # fmt: skip
         log = run.logs / f"churn-{tier}.log"
         with explained(log):
