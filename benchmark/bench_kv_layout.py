@@ -186,10 +186,10 @@ def order_rows(device: torch.device, sizes: tuple[int, ...], budget_ms: float) -
     for n in sizes:
         ascending = (torch.arange(n, device=device) // 32 * 64 + torch.arange(n, device=device) % 32) + 1
         shuffled = ascending[torch.randperm(n, generator=torch.Generator(device).manual_seed(1), device=device)]
-        arranged = arrange(shuffled, short_runs_first=False)
+        arranged = arrange(shuffled)
         for name, work in {
-            "arrange": lambda _, s=shuffled: arrange(s, short_runs_first=False),
-            "bring_forward": lambda _, a=arranged: bring_forward(a, 1000, short_runs_first=False),
+            "arrange": lambda _, s=shuffled: arrange(s),
+            "bring_forward": lambda _, a=arranged: bring_forward(a, 1000),
             "longest_runs": lambda _, a=arranged: longest_runs(a, 256),
         }.items():
             work(0)

@@ -7,7 +7,9 @@ import argparse
 import dataclasses
 import datetime
 import gc
+import itertools
 import json
+import multiprocessing
 import os
 import platform
 import re
@@ -59,18 +61,18 @@ def header(args: argparse.Namespace) -> dict:
     }
 
 
-def trace_of(name: str, args: argparse.Namespace) -> Iterator[TraceRequest]:
+def trace_of(name: str, requests: int, args: argparse.Namespace) -> Iterator[TraceRequest]:
     if args.trace is not None:
         return mooncake(
             args.trace,
             shrink=args.shrink,
             steps_per_second=args.steps_per_second,
-            limit=args.requests,
+            limit=requests,
         )
-    return synthetic(MIXES[name], count=args.requests, max_running=args.max_running, seed=args.seed)
+    return synthetic(MIXES[name], count=requests, max_running=args.max_running, seed=args.seed)
 
 
-def replay(mode: str, name: str, args: argparse.Namespace) -> Outcome:
+def replay(name: str, requests: int, mode: str, args: argparse.Namespace) -> Outcome:
     return Replay(
         mode,
         pool_tokens=args.pool_tokens,
@@ -78,7 +80,11 @@ def replay(mode: str, name: str, args: argparse.Namespace) -> Outcome:
         context=args.context,
         budget_bytes=parse_size(args.copy_budget),
         tree_core=args.tree_core,
-    ).run(trace_of(name, args))
+    ).run(trace_of(name, requests, args))
+
+
+def _replay(arm: tuple) -> Outcome:
+    return replay(*arm)
 
 
 def summary(mix: str, mode: str, outcome: Outcome) -> dict:
@@ -121,7 +127,10 @@ def main() -> None:
     parser.add_argument("--shrink", type=int, default=16, help="divides its lengths")
     parser.add_argument("--steps-per-second", type=float, default=50.0)
     parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument(
+        "--requests", type=int, nargs="+", default=[100_000], help="of all mixes, or a number for each --mix"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="replays at once, each in a process")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--pool-tokens", type=int, default=32768)
     parser.add_argument("--max-running", type=int, default=48)
@@ -131,14 +140,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON result")
     parser.add_argument("--plot", type=Path, help="figure over time; needs matplotlib")
     args = parser.parse_args()
+    mixes = [args.trace.stem] if args.trace else args.mix
+    if len(args.requests) not in (1, len(mixes)):
+        parser.error(f"--requests has {len(args.requests)} numbers for {len(mixes)} mixes")
+    counts = args.requests * (1 if len(args.requests) > 1 else len(mixes))
     torch.set_num_threads(1)
     gc.set_threshold(50_000, 20, 100)  # As a server's: requests are many, and few of them are garbage.
     get_context().set_server_args(ServerArgs(model_path="none", device="cpu"))
 
     result = {**header(args), "results": [], "series": [], "alloc_free_pair": []}
-    for name in [args.trace.stem] if args.trace else args.mix:
-        for mode in args.mode:
-            outcome = replay(mode, name, args)
+    arms = [(name, count, mode, args) for (name, count), mode in itertools.product(zip(mixes, counts), args.mode)]
+    with multiprocessing.get_context("fork").Pool(args.jobs, maxtasksperchild=1) as pool:
+        for (name, _, mode, _), outcome in zip(arms, pool.imap(_replay, arms)):
             row = summary(name, mode, outcome)
             print(
                 f"{name:12} {mode:10} {row['runs_per_1k_tokens']:7.1f} runs/1k tokens  "
@@ -146,7 +159,7 @@ def main() -> None:
                 f"64-blocks {100 * row['contiguous_block_share']:5.1f} %  "
                 f"cached {100 * row['cached_share']:4.1f} %  "
                 f"moved {row['bytes_moved'] / 2**30:7.1f} GiB  "
-                f"{row['cpu_us_per_step']:6.0f} us/step  {row['cpu_seconds']:6.1f} s",
+                f"{row['cpu_us_per_step']:6.0f} us/step  {row['cpu_seconds']:6.1f} s CPU  {row['wall_seconds']:6.1f} s",
                 flush=True,
             )
             result["results"].append(row)

@@ -161,7 +161,7 @@ class Replay:
         if mode in ("upstream", "need_sort"):
             self.allocator = TokenToKVPoolAllocator(*common, need_sort=mode == "need_sort")
         else:
-            self.allocator = ContiguousTokenAllocator(*common, short_runs_first=mode == "tier1")
+            self.allocator = ContiguousTokenAllocator(*common)
         self.rows = ReqToTokenPool(max_running, context, "cpu", False)
         self.tree = UnifiedRadixCache(
             CacheInitParams(
@@ -177,16 +177,20 @@ class Replay:
         self.sample_every = sample_every
         self.waiting: deque[_Work] = deque()
         self.running: list[_Work] = []
-        # Of the running requests, in their order: the row of each and how long it is.
+        # Of the running requests, in their order: int64 [3, n], the row of each, the step
+        # that ends it, and its length less the steps so far.
         self.running_reqs: list[Req] = []
-        self.row_index = torch.empty(0, dtype=torch.int64)
-        self.lengths = torch.empty(0, dtype=torch.int64)
-        self.prints = torch.zeros(self.rows.req_to_token.shape, dtype=torch.int64)
+        self.columns = np.empty((3, 0), dtype=np.int64)
+        self.table = self.rows.req_to_token.view(-1)
+        self.row_size = self.rows.req_to_token.shape[1]
+        self.prints = torch.zeros(self.table.shape, dtype=torch.int64)
+        self.next_at = torch.empty(0, dtype=torch.int64)  # In ``table``: the next token of each.
         self.decoded = 0  # Decode steps so far.
         self.next_end = 0  # The step that ends one of the running requests.
         self.ends_total = 0  # The sum of the steps that end them.
         self.metrics = DefragMetrics(None)
         self.defragmenter = self._build_defragmenter(mode, budget_bytes)
+        self.defragments = not isinstance(self.defragmenter, NoDefragmenter)
         self.total = Totals()
 
     def _build_defragmenter(self, mode: str, budget_bytes: int):
@@ -220,24 +224,28 @@ class Replay:
         largest = 0
         started, making_trace = clocks(), np.zeros(2)
         while coming or self.waiting or self.running:
-            began = clocks()
-            while coming and coming.arrival <= step:
-                self.waiting.append(_Work(total.requests, coming))
-                total.requests += 1
-                coming = next(trace, None)
-            making_trace += clocks() - began
+            if coming and coming.arrival <= step:
+                began = clocks()
+                while coming and coming.arrival <= step:
+                    self.waiting.append(_Work(total.requests, coming))
+                    total.requests += 1
+                    coming = next(trace, None)
+                making_trace += clocks() - began
             admitted = self._prefill()
             if not admitted and self.running:
                 self._decode()
-            moved = self.metrics.bytes_moved_total
-            began = time.process_time()
-            self.defragmenter.after_batch()
-            if not self.running and not admitted and not self.waiting:
-                self.defragmenter.on_idle()
-            total.defrag_cpu_seconds += time.process_time() - began
-            largest = max(largest, self.metrics.bytes_moved_total - moved)
+            if self.defragments:
+                moved = self.metrics.bytes_moved_total
+                began = time.process_time()
+                self.defragmenter.after_batch()
+                if not self.running and not admitted and not self.waiting:
+                    self.defragmenter.on_idle()
+                total.defrag_cpu_seconds += time.process_time() - began
+                largest = max(largest, self.metrics.bytes_moved_total - moved)
             if admitted:
-                self._set_running(self.running + admitted)
+                new = [(work.req.kv.req_pool_idx, work.ends, work.grown) for work in admitted]
+                columns = np.concatenate([self.columns, np.array(new, dtype=np.int64).T], axis=1)
+                self._set_running(self.running + admitted, columns)
             if self.running and step % self.sample_every == 0:
                 self._sample(series, step)
             step += 1
@@ -267,7 +275,7 @@ class Replay:
         batch, need = [], 0
         while self.waiting and len(self.running) + len(batch) < self.max_running:
             work = self.waiting[0]
-            req = work.req
+            req, promise = work.req, work.remaining() * PROMISE
             req.is_retracted = False
             req.refresh_fill_ids()
             tokens = req.full_untruncated_fill_ids
@@ -277,11 +285,11 @@ class Replay:
             own = len(tokens) - req.prefix_len
             room = self.allocator.available_size() + self.tree.evictable_size()
             too_long = need + own > PREFILL_TOKENS and batch
-            if too_long or need + own + work.remaining() * PROMISE + promised > room:
+            if too_long or need + own + promise + promised > room:
                 self.tree.unlock(req.lock)
                 req.lock = None
                 break
-            promised += work.remaining() * PROMISE
+            promised += promise
             need += own
             batch.append(self.waiting.popleft())
         if not batch:
@@ -299,7 +307,8 @@ class Replay:
             row[: req.prefix_len] = self.tree.prefix_device_indices(req)
             row[req.prefix_len : end] = own
             self.pool.slots[own] = work.prints[req.prefix_len : end]
-            self.prints[index, : work.prints.numel()] = work.prints
+            first = index * self.row_size
+            self.prints[first : first + work.prints.numel()] = work.prints
             req.kv.kv_allocated_len = req.kv.kv_committed_len = end
             self.total.prompt_tokens += end
             self.total.cached_tokens += req.prefix_len
@@ -319,13 +328,13 @@ class Replay:
         ):
             self._retract()
         slots = alloc_token_slots(self.tree, len(self.running))
-        self.rows.req_to_token[self.row_index, self.lengths] = slots.to(torch.int32)
-        self.pool.slots[slots] = self.prints[self.row_index, self.lengths]
-        self.lengths += 1
+        self.table.index_copy_(0, self.next_at, slots.to(torch.int32))
+        self.pool.slots.index_copy_(0, slots, self.prints.index_select(0, self.next_at))
+        self.next_at += 1
         self.decoded += 1
         self.total.generated_tokens += len(self.running)
         if self.decoded >= self.next_end:
-            self._set_running(self._finish(self.running))
+            self._set_running(self._finish(self.running), self.columns[:, self.columns[1] > self.decoded])
 
     def _finish(self, batch: list[_Work]) -> list[_Work]:
         """Release the requests that have their last token; the others are returned."""
@@ -349,16 +358,15 @@ class Replay:
         work.req.reset_for_retract()
         self.waiting.appendleft(work)
         self.total.retractions += 1
-        self._set_running(self.running[:-1])
+        self._set_running(self.running[:-1], self.columns[:, :-1])
 
-    def _set_running(self, running: list[_Work]) -> None:
-        self.running = running
+    def _set_running(self, running: list[_Work], columns: np.ndarray) -> None:
+        self.running, self.columns = running, columns
         self.running_reqs = [work.req for work in running]
-        self.ends_total = sum(work.ends for work in running)
-        self.next_end = min((work.ends for work in running), default=0)
-        self.row_index = torch.from_numpy(np.array([req.kv.req_pool_idx for req in self.running_reqs], dtype=np.int64))
-        lengths = np.array([work.grown for work in running], dtype=np.int64) + self.decoded
-        self.lengths = torch.from_numpy(lengths)
+        rows, ends, grown = columns
+        self.ends_total = int(ends.sum())
+        self.next_end = int(ends.min()) if running else 0
+        self.next_at = torch.from_numpy(rows * self.row_size + grown + self.decoded)
 
     def _up_to_date(self) -> list[Req]:
         for work in self.running:
@@ -368,7 +376,8 @@ class Replay:
     # -- looking at it --
 
     def _sample(self, series: Series, step: int) -> None:
-        now = measure(self.rows.req_to_token[self.row_index], self.lengths)
+        rows, _, grown = self.columns
+        now = measure(self.rows.req_to_token[torch.from_numpy(rows)], torch.from_numpy(grown + self.decoded))
         series.step.append(step)
         series.runs_per_request.append(round(now.runs_per_request, 2))
         series.runs_per_1k_tokens.append(round(now.runs_per_1k_tokens, 2))

@@ -52,12 +52,11 @@ def marks(tokens) -> torch.Tensor:
     return torch.tensor(list(tokens), dtype=torch.int64).cumsum(0) * 4096 + torch.arange(len(tokens))
 
 
-def build_allocator(size: int, page_size: int, pool=None, *, short_runs_first=False):
+def build_allocator(size: int, page_size: int, pool=None):
     common = dict(
         dtype=torch.int64,
         device="cpu",
         kvcache=pool,
-        short_runs_first=short_runs_first,
     )
     if page_size == 1:
         return ContiguousTokenAllocator(size, **common)
@@ -83,7 +82,7 @@ class SlotModel:
         self.page_size = page_size
         self.pool = MarkPool(size, page_size)
         self.draft = MarkPool(size, page_size)
-        self.allocator = build_allocator(size, page_size, self.pool, short_runs_first=True)
+        self.allocator = build_allocator(size, page_size, self.pool)
         self.rows = ReqToTokenPool(rows, context, "cpu", False)
         self.tree = UnifiedRadixCache(
             CacheInitParams(
@@ -242,6 +241,15 @@ class SlotModel:
         self.allocator.free_group_begin()
         release_kv_cache(req, self.tree, checkpoint=keep)
         self.allocator.free_group_end()
+
+    def retract(self, req: Req) -> list[int]:
+        """Its tokens, to start over with; its KV stays in the cache."""
+        self.check_content(req)
+        self.running.remove(req)
+        tokens = self._tokens(req)
+        release_kv_cache(req, self.tree, checkpoint=True)
+        req.reset_for_retract()
+        return tokens
 
     def scatter(self, seed: int) -> None:
         """The free list in an order that some other history would have left."""

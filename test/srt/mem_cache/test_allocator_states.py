@@ -6,7 +6,6 @@ merges, loans, moves and recalls, in any order. After every call each slot is fr
 has its one owner, and the count of the free ones is exact.
 """
 
-import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -32,11 +31,9 @@ class Request:
 
 
 class Machine(RuleBasedStateMachine):
-    short_runs_first = False
-
     def __init__(self):
         super().__init__()
-        self.allocator = build_allocator(SIZE, 1, short_runs_first=self.short_runs_first)
+        self.allocator = build_allocator(SIZE, 1)
         self.requests = []
         self.created = 0
         self.owner = {}
@@ -163,8 +160,5 @@ class Machine(RuleBasedStateMachine):
         assert sorted([*free, *self.owner]) == list(range(1, SIZE + 1))
 
 
-@pytest.mark.parametrize("short_runs_first", [False, True])
-def test_any_order_of_calls(short_runs_first):
-    case = type("Case", (Machine,), {"short_runs_first": short_runs_first}).TestCase
-    case.settings = settings(max_examples=EXAMPLES, stateful_step_count=CALLS, deadline=None)
-    case("runTest").runTest()
+class TestAnyOrderOfCalls(Machine.TestCase):
+    settings = settings(max_examples=EXAMPLES, stateful_step_count=CALLS, deadline=None)

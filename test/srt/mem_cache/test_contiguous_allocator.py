@@ -5,13 +5,14 @@ import sys
 
 import pytest
 import torch
-from srt.mem_cache.slot_model import build_allocator
+from srt.mem_cache.slot_model import SlotModel, build_allocator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.contiguous import (
     _MAX_PIECES,
+    FREE_RESERVE,
     STRIPE_STEPS,
     ContiguousTokenAllocator,
 )
@@ -201,6 +202,37 @@ def test_frees_of_pages_come_back_through_a_group():
     allocator.free_group_end()
     assert allocator.available_size() == 160
     assert allocator.alloc(160) is not None
+
+
+@pytest.fixture(params=[1, 4], ids=["slots", "pages"])
+def full(request):
+    """A pool that is full of what the prefix cache keeps."""
+    model = SlotModel(page_size=request.param)
+    for first in range(1, 9):
+        model.stop(model.start([first] * 32))
+        assert model.allocator.available_size() + model.tree.evictable_size() == model.pool.size
+    return model
+
+
+def test_a_prefill_leaves_a_reserve_of_what_the_cache_could_give(full):
+    full.start([50] * 20)
+    unheld = full.allocator.available_size() + full.tree.evictable_size()
+    assert full.pool.size - 40 < unheld < full.pool.size
+    assert full.allocator.available_size() >= int(unheld * FREE_RESERVE)
+    assert full.tree.evictable_size() > unheld / 2, "and no more than that"
+    full.check_all()
+
+
+def test_a_decode_step_evicts_what_it_needs(full):
+    full.start([50] * 4)
+    taken = full.allocator.alloc(full.allocator.available_size())
+    cached = full.tree.evictable_size()
+    for _ in range(full.page_size):
+        assert full.decode()
+    leaf = 32
+    assert cached - leaf == full.tree.evictable_size()
+    full.allocator.free(taken)
+    full.check_all()
 
 
 class Work(TorchDispatchMode):

@@ -184,7 +184,7 @@ def test_the_allocator_takes_the_targets_back_when_it_is_short():
 
 def test_what_a_batch_on_the_device_writes_is_not_a_target():
     """Also not the slots of its rows that have stopped, which are free already."""
-    model = SlotModel(size=96, overlap=True, block=4)
+    model = SlotModel(size=320, overlap=True, block=4)
     loans = zombies = 0
     lend = model.allocator.runs.lend
 
@@ -206,7 +206,7 @@ def test_what_a_batch_on_the_device_writes_is_not_a_target():
         free = set(model.allocator.get_all_free_pages().tolist())
         zombies += len({slot for _, _, slot in model.on_device} & free)
         model.check_all()
-    assert loans > 3 and zombies > 10
+    assert loans > 3 and zombies > 10, (loans, zombies)
 
 
 def test_what_a_prepared_batch_will_write_is_not_a_target():
@@ -237,9 +237,33 @@ def test_what_a_prepared_batch_will_write_is_not_a_target():
         model.check_content(req)
 
 
+@pytest.mark.parametrize("core", CORES)
+def test_retraction_under_overlap_in_a_pool_that_is_nearly_full(core):
+    """The batch on the device still writes for the request that starts over."""
+    model = SlotModel(size=160, rows=8, core=core, overlap=True)
+    waiting = [[10 + i] * 16 for i in range(24)]
+    peak = retractions = ended = 0
+    while waiting or model.running:
+        while waiting and model.start(waiting[0]) is not None:
+            waiting.pop(0)
+        while not model.overlap_step():
+            waiting.insert(0, model.retract(model.running[-1]))
+            retractions += 1
+            model.check_all()
+        held = model.pool.size - model.allocator.available_size() - model.tree.evictable_size()
+        peak = max(peak, held / model.pool.size)
+        for req in [req for req in model.running if req.seqlen > 44]:
+            model.stop(req)
+            ended += 1
+        model.check_all()
+    assert ended == 24 and peak > 0.94 and retractions > 3
+    assert model.pool.moves > 0
+    assert model.allocator.available_size() + model.tree.evictable_size() == model.pool.size
+
+
 def test_ranks_that_see_the_same_calls_have_the_same_slots():
     def rank():
-        model = SlotModel(rows=8, budget_slots=7, overlap=True, block=4)
+        model = SlotModel(size=512, rows=8, budget_slots=7, overlap=True, block=4)
         sums = []
         fragmented(model, requests=3, prefix=[4] * 9)
         for step in range(30):

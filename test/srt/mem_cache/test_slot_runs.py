@@ -20,22 +20,21 @@ def runs_of(slots):
     return runs
 
 
-@given(slot_sets, st.booleans(), st.randoms(use_true_random=False))
+@given(slot_sets, st.randoms(use_true_random=False))
 @settings(max_examples=200, deadline=None)
-def test_runs_follow_each_other_by_length(slots, short_first, random):
+def test_runs_follow_each_other_by_length(slots, random):
     shuffled = random.sample(sorted(slots), len(slots))
-    got = arrange(torch.tensor(shuffled), short_runs_first=short_first)
-    sign = 1 if short_first else -1
-    runs = sorted(runs_of(sorted(slots)), key=lambda run: (sign * len(run), run[0]))
+    got = arrange(torch.tensor(shuffled))
+    runs = sorted(runs_of(sorted(slots)), key=lambda run: (-len(run), run[0]))
     assert got.tolist() == [slot for run in runs for slot in run]
 
 
-@given(slot_sets, st.integers(1, 40), st.booleans())
+@given(slot_sets, st.integers(1, 40))
 @settings(max_examples=300, deadline=None)
-def test_a_need_gets_the_tightest_run_or_the_fewest(slots, need, short_first):
+def test_a_need_gets_the_tightest_run_or_the_fewest(slots, need):
     need = min(need, len(slots))
-    arranged = arrange(torch.tensor(list(slots)), short_runs_first=short_first)
-    got = bring_forward(arranged, need, short_runs_first=short_first)
+    arranged = arrange(torch.tensor(list(slots)))
+    got = bring_forward(arranged, need)
     assert sorted(got.tolist()) == sorted(slots)
     runs = runs_of(sorted(slots))
     head = got[:need].tolist()
@@ -58,7 +57,7 @@ def test_a_need_gets_the_tightest_run_or_the_fewest(slots, need, short_first):
 @given(slot_sets, st.integers(1, 12))
 @settings(max_examples=200, deadline=None)
 def test_longest_runs_are_found_where_they_are(slots, count):
-    arranged = arrange(torch.tensor(list(slots)), short_runs_first=True)
+    arranged = arrange(torch.tensor(list(slots)))
     table = longest_runs(arranged, count)
     expected = sorted((len(run) for run in runs_of(arranged.tolist())), reverse=True)
     assert [n for n in table[2].tolist() if n] == expected[:count]
@@ -73,5 +72,5 @@ def test_no_value_decides_a_shape():
 
     with FakeTensorMode():
         units = torch.empty(1000, dtype=torch.int64)
-        assert bring_forward(arrange(units, short_runs_first=False), 64, short_runs_first=False).shape == (1000,)
+        assert bring_forward(arrange(units), 64).shape == (1000,)
         assert longest_runs(units, 8).shape == (3, 8)

@@ -27,17 +27,17 @@ from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.defrag.slot_runs import arrange, bring_forward, longest_runs
 from sglang.srt.utils import get_num_new_pages
 
-# Share of the pool that an eviction makes free beyond what it was asked for. With a
-# prefix cache the pool is full of evictable slots, and the free set is what was
-# evicted a moment ago: without a reserve there is nothing to choose from. At 1 / 16
-# the churn benchmark had twice the runs of 1 / 8, and as many cached tokens.
-FREE_RESERVE = 1 / 8
-# Decode steps whose slots are laid out at once. Of 8, 16, 32 and 64 the churn
-# benchmark left the fewest runs at 16: longer columns rarely fit a nearly full pool.
-STRIPE_STEPS = 16
+# Share of the slots that no request holds which are free, not cached, after a prefill.
+# With a prefix cache the pool is full of evictable slots, and the free set is what was
+# evicted a moment ago: without a reserve there is nothing to choose from, and crumbs
+# are handed out before their neighbours come back.
+FREE_RESERVE = 1 / 6
+# Decode steps whose slots are laid out at once. Of 16, 32 and 64 the churn benchmark
+# left the fewest runs at 32, and the most whole blocks.
+STRIPE_STEPS = 32
 # A prefill merges what was freed when that is this share of the list: then a sort
 # pays. Less than that waits for the next prefill, plan or idle moment.
-MERGE_SHARE = 1 / 16
+MERGE_SHARE = 1 / 8
 # Freed pieces kept apart before they are joined. Arbitrary: it bounds the operands
 # of one torch.cat, and joining costs one copy of the freed units.
 _MAX_PIECES = 512
@@ -58,9 +58,8 @@ class FreeRuns:
                 nothing else is left.
     """
 
-    def __init__(self, *, device: str, short_runs_first: bool):
+    def __init__(self, *, device: str):
         self.device = device
-        self.short_runs_first = short_runs_first
         self.loan = 0
         self.arrangement = 0
         self.reset(0)
@@ -152,7 +151,7 @@ class FreeRuns:
         self.aged = []
         self.num_released = sum(piece.numel() for piece in self.fresh)
         units = torch.cat([self.head, *merged]) if merged else self.head
-        self.head = arrange(units, short_runs_first=self.short_runs_first)
+        self.head = arrange(units)
         self._new_arrangement()
 
     def prepare(self, need: int) -> None:
@@ -161,9 +160,7 @@ class FreeRuns:
         if need > size or self.num_released > MERGE_SHARE * size:
             self.rearrange()
         if need <= self.head.numel():
-            self.head = bring_forward(
-                self.head, need, short_runs_first=self.short_runs_first
-            )
+            self.head = bring_forward(self.head, need)
             self._new_arrangement()
 
     # -- columns for requests that decode together --
@@ -288,8 +285,8 @@ class _OverFreeRuns:
     decode step: ``alloc`` has no such argument.
     """
 
-    def __init__(self, *args, device: str, short_runs_first: bool, **kwargs):
-        self.runs = FreeRuns(device=device, short_runs_first=short_runs_first)
+    def __init__(self, *args, device: str, **kwargs):
+        self.runs = FreeRuns(device=device)
         self._prefill_is_next = False
         super().__init__(*args, device=device, **kwargs)
 
@@ -324,8 +321,14 @@ class _OverFreeRuns:
         return num_tokens <= self.available_size()
 
     def evict_to_free_tokens(self, tree_cache, num_tokens: int) -> Optional[bool]:
-        if num_tokens > self.available_size():
-            num_tokens += int(self.size * FREE_RESERVE)
+        # A decode step evicts what it needs and no more, as upstream's.
+        if (
+            self._prefill_is_next
+            and tree_cache is not None
+            and tree_cache.supports_prefix_sharing()
+        ):
+            unheld = self.available_size() + tree_cache.evictable_size()
+            num_tokens += int(max(0, unheld - num_tokens) * FREE_RESERVE)
         return super().evict_to_free_tokens(tree_cache, num_tokens)
 
     def _prepare_prefill(self, num_units: int) -> None:
@@ -343,8 +346,6 @@ class ContiguousTokenAllocator(_OverFreeRuns, TokenToKVPoolAllocator):
         dtype: torch.dtype,
         device: str,
         kvcache,
-        *,
-        short_runs_first: bool = False,
     ):
         self._decode_rows: Optional[list[int]] = None
         super().__init__(
@@ -353,7 +354,6 @@ class ContiguousTokenAllocator(_OverFreeRuns, TokenToKVPoolAllocator):
             device=device,
             kvcache=kvcache,
             need_sort=False,
-            short_runs_first=short_runs_first,
         )
 
     def clear(self) -> None:
@@ -417,8 +417,6 @@ class ContiguousPagedAllocator(_OverFreeRuns, PagedTokenToKVPoolAllocator):
         dtype: torch.dtype,
         device: str,
         kvcache,
-        *,
-        short_runs_first: bool = False,
     ):
         super().__init__(
             size,
@@ -427,7 +425,6 @@ class ContiguousPagedAllocator(_OverFreeRuns, PagedTokenToKVPoolAllocator):
             device=device,
             kvcache=kvcache,
             need_sort=True,
-            short_runs_first=short_runs_first,
         )
 
     def clear(self) -> None:

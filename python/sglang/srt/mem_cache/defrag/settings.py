@@ -91,8 +91,6 @@ def select_allocator(
         dtype=allocator.dtype,
         device=allocator.device,
         kvcache=allocator.get_kvcache(),
-        # What decode allocates now is moved later in tier 1: spend the crumbs on it.
-        short_runs_first=tier == "tier1",
     )
     if type(allocator) is TokenToKVPoolAllocator:
         chosen = ContiguousTokenAllocator(allocator.size, **common)

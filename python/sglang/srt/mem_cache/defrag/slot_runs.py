@@ -25,27 +25,24 @@ def run_of_each(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return run, lengths.index_select(0, run)
 
 
-def arrange(units: torch.Tensor, *, short_runs_first: bool) -> torch.Tensor:
-    """``units`` [n] run by run, each run ascending; the runs by length, the shortest
-    or the longest first, of equals the lowest."""
+def arrange(units: torch.Tensor) -> torch.Tensor:
+    """``units`` [n] run by run, each run ascending; the longest run first, of
+    equals the lowest."""
     n = units.numel()
     if n == 0:
         return units
     ascending = torch.sort(units).values
     _, length = run_of_each(ascending)
-    key = length if short_runs_first else n - length
-    return ascending[torch.sort(key, stable=True).indices]
+    return ascending[torch.sort(n - length, stable=True).indices]
 
 
-def bring_forward(
-    units: torch.Tensor, need: int, *, short_runs_first: bool
-) -> torch.Tensor:
+def bring_forward(units: torch.Tensor, need: int) -> torch.Tensor:
     """``units`` [n] with ``need`` <= n entries for one request moved to the front.
 
     The shortest run that holds them comes first, of equals the first in the list, so
     that what is left of it follows: the request's next slots continue its run. Where
-    none holds them, they come from the end of the list that has the longest runs,
-    which in a list by ``arrange`` is the fewest pieces, ascending. The other entries
+    none holds them, they come from the front, which in a list by ``arrange`` is the
+    fewest pieces, ascending. The other entries
     keep their order. No sort but of the ``need`` entries.
     """
     n = units.numel()
@@ -56,8 +53,7 @@ def bring_forward(
     # Length and position in one number: a minimum has no ties to decide.
     none = n * n + n
     tightest = torch.where(length >= need, length * n + at, none).min()
-    longest = n - need if short_runs_first else 0
-    start = torch.where(tightest < none, tightest % n, longest)
+    start = torch.where(tightest < none, tightest % n, 0)
     size = torch.where(tightest < none, tightest // n, need)
     behind = at - size  # In the list without the entries that come first.
     source = torch.where(at < size, at + start, behind + size * (behind >= start))
