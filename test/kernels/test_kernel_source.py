@@ -59,6 +59,23 @@ def score_sheet(generator, b, depths, k, kind):
     return scores.sort(dim=-1, descending=True).values + 0.0
 
 
+def collapsing_sheet(generator, depths, k):
+    """[1, depths, k]: nearly equal weights in an order that is not that of the paths, then steps that round them equal.
+
+    So a child of a worse parent may be wanted before the children of better ones that weigh the same.
+    """
+    ulp = 2.0**-23
+    rows = torch.full((depths, k), -100.0)
+    rows[:, 0] = 0.0
+    rows[:, 1] = -1.0 - torch.randint(0, 5, (depths,), generator=generator) * ulp
+    if torch.rand((), generator=generator) < 0.5:
+        rows[:, 2] = rows[:, 1] - torch.randint(0, 3, (depths,), generator=generator) * ulp
+    early = 2 if depths == 3 else int(torch.randint(2, min(4, depths - 1) + 1, (), generator=generator))
+    steep = torch.rand((), generator=generator) < 0.5
+    rows[early:] = -16.0 * (1 + (torch.rand(depths - early, k, generator=generator) < 0.5) * steep)
+    return rows.sort(dim=-1, descending=True).values[None]
+
+
 SHEETS = [
     (2, 7, 8, 16),
     (1, 1, 1, 2),
@@ -91,6 +108,32 @@ def test_ddtree_build(kernels, b, depths, k, n, kind):
         got = run_ddtree_build(kernels, root, ids, scores, want, limit)
         for name, g, w in zip(want._fields, got, want, strict=True):
             assert torch.equal(g, w), (name, limit, more)
+
+
+def test_ddtree_build_where_sums_collapse(kernels):
+    """The pairs of rank and parent that the kernel looks at hold the best weights, not always the best paths."""
+    generator = torch.Generator().manual_seed(0)
+    for case in range(150):
+        depths, k = (int(x) for x in torch.randint(3, 9, (2,), generator=generator))
+        n = int(torch.randint(8, 61, (), generator=generator))
+        scores = collapsing_sheet(generator, min(depths, 6), 2 * k)
+        root, ids = torch.tensor([9]), torch.arange(scores.numel()).view_as(scores)
+        want = ddtree_build(root, ids, scores, n)
+        got = run_ddtree_build(kernels, root, ids, scores, want)
+        for name, g, w in zip(want._fields, got, want, strict=True):
+            assert torch.equal(g, w), (name, case)
+
+
+def test_ddtree_build_of_a_child_beyond_the_bound(kernels):
+    """The last of 14 paths is (0, 1, 3), whose parent is third best; (1, 0, 0) weighs the same in fp32."""
+    far = [-100.0, -100.0]
+    scores = torch.tensor([[[0.0, -1.0, *far], [0.0, -1.0000001, *far], [-16.0] * 4]])
+    root, ids = torch.tensor([9]), torch.arange(12).view(1, 3, 4)
+    want = ddtree_build(root, ids, scores, 15)
+    got = run_ddtree_build(kernels, root, ids, scores, want)
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    # Below the root: 2 paths of depth 1, 4 of depth 2, of depth 3 four of (0, 0) and four of (0, 1), none of (1, 0).
+    assert want.parents[0].tolist() == [-1, 0, 0, 1, 1, 2, 2, *[3] * 4, *[4] * 4]
 
 
 def test_ddtree_build_leaves_out_nan(kernels):

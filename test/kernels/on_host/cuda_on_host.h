@@ -118,6 +118,16 @@ void launch(dim3 grid, unsigned threads, const Kernel& kernel) {
 }  // namespace on_host
 
 inline void __syncthreads() { on_host::wait(on_host::State::kAtBlockBarrier); }
+inline int __syncthreads_count(bool vote) {
+  on_host::exchange[on_host::current] = vote;
+  __syncthreads();
+  int count = 0;
+  for (size_t thread = 0; thread < on_host::fibers->size(); ++thread)
+    count += int(on_host::exchange[thread]);
+  __syncthreads();
+  return count;
+}
+inline int __syncthreads_or(bool vote) { return __syncthreads_count(vote) != 0; }
 inline void __syncwarp() { on_host::wait(on_host::State::kAtWarpBarrier); }
 
 template <class T>
@@ -153,6 +163,12 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   return largest;
 }
 
+inline float __uint_as_float(unsigned bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
 inline unsigned __float_as_uint(float value) {
   unsigned bits;
   std::memcpy(&bits, &value, sizeof bits);
@@ -171,3 +187,11 @@ inline unsigned __ballot_sync(unsigned, bool vote) {
 }
 
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int atomicAdd(int* to, int value) {  // a fiber stops only at barriers
+  const int before = *to;
+  *to += value;
+  return before;
+}
+using std::max;
+using std::min;
