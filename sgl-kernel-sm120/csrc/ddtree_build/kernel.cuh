@@ -149,8 +149,8 @@ __device__ __forceinline__ void merge(SharedMemory& s, int depth, int limit, int
                                       int num_fresh) {
   const int from = depth % 2, to = 1 - from, num_paths = num_best + num_fresh;
   const Item* const fresh = &s.fresh[0].first;
-  int log2_split = 0;
-  while (log2_split < 3 && num_paths << (log2_split + 1) <= kThreads) ++log2_split;
+  const int log2_split = (2 * num_paths <= kThreads) + (4 * num_paths <= kThreads) +
+                         (kMaxSplit * num_paths <= kThreads);
   const int split = 1 << log2_split;
   for (int first = 0; first < num_paths << log2_split; first += kThreads) {
     const int path = (first + static_cast<int>(threadIdx.x)) >> log2_split;
@@ -377,7 +377,8 @@ __device__ __forceinline__ void write_visible(const SharedMemory& s,
 
 }  // namespace ddtree_build_op
 
-__global__ void __launch_bounds__(ddtree_build_op::kThreads)
+// The 1 allows ptxas more registers: without it, merge waits for each of its loads.
+__global__ void __launch_bounds__(ddtree_build_op::kThreads, 1)
     ddtree_build_kernel(const DdtreeBuildParams params) {
   using namespace ddtree_build_op;
   __shared__ SharedMemory s;
