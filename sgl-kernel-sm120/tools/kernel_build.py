@@ -146,14 +146,16 @@ class Build:
     def link(self, objects: list[Path], library: Path) -> None:
         # An empty library with torch's soname gives the NEEDED entry without torch at build time. At run time torch
         # is loaded already and the loader resolves the entry to that copy, so no RPATH. Without the entry nothing
-        # resolves: Python loads torch's libraries RTLD_LOCAL.
+        # resolves: Python loads torch's libraries RTLD_LOCAL. The symbol table is left out: it names nvcc's temporary
+        # files, which are named after process numbers, and the same sources would give other bytes in every build.
         stub = self.obj_dir / "libtorch.so"
         cxx = os.environ.get("CXX", "g++")
         run([cxx, "-shared", "-Wl,-soname,libtorch.so", "-x", "c", "/dev/null", "-o", str(stub)])
         run(
             [cxx, "-shared", "-o", str(library), *map(str, objects), "-Wl,--no-as-needed", str(stub),
              "-Wl,--as-needed", f"-L{self.cuda}/lib", "-lcudart_static", "-ldl", "-lpthread", "-lrt",
-             "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections", "-Wl,-z,relro,-z,noexecstack", "-Wl,--build-id=sha1"]
+             "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections", "-Wl,-z,relro,-z,noexecstack", "-Wl,--build-id=sha1",
+             "-Wl,--strip-all"]
         )  # fmt: skip
 
 

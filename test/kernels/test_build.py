@@ -251,6 +251,8 @@ def test_wheel_with_cuda_code(tmp_path):
     assert [n for n in names if n.endswith(".so")] == ["sgl_kernel_sm120/libsgl_kernel_sm120.so"]
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
+    library = (tmp_path / "site" / "sgl_kernel_sm120" / "libsgl_kernel_sm120.so").read_bytes()
+    assert b"tmpxft" not in library, "nvcc's temporary names are others in every build"
     code = "import sgl_kernel_sm120 as k; i = k.build_info(); print(*i['archs'], *sorted(i['cuda_ops']))"
     done = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True
