@@ -9,10 +9,6 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrival
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-__device__ __forceinline__ void mbarrier_invalidate(uint32_t barrier) {
-  asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier)
                : "memory");
@@ -39,31 +35,6 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
 // `threads` threads, a multiple of 32, meet at hardware barrier `id` (0 is __syncthreads).
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// The same, and __syncthreads, where warps come from different branches of the code: the aligned
-// `bar.sync` can be read as a promise that all meet at one instruction.
-__device__ __forceinline__ void role_barrier_sync(int id, int threads) {
-  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void block_barrier_sync() {
-  asm volatile("barrier.sync 0;" ::: "memory");
-}
-
-// Counts for the barrier without waiting.
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// Meets, and counts the threads whose condition holds.
-__device__ __forceinline__ int named_barrier_count(int id, int threads, bool condition) {
-  int count;
-  asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\nbar.red.popc.u32 %0, %1, %2, p;\n}"
-               : "=r"(count)
-               : "r"(id), "r"(threads), "r"(static_cast<int>(condition))
-               : "memory");
-  return count;
 }
 
 // Programmatic dependent launch: wait for the kernel before us to finish; let the kernel after us

@@ -16,15 +16,22 @@ constexpr int kMergePreload = 9;  // parts a warp has in flight
 constexpr int kMaxParts = 256;    // columns of the largest GPU, rounded up
 constexpr int kColumnPairs = kColumnBlocks / 2;
 
+template <class C>
 struct MergeUnit {
   int request, row_tile, row_block, warp, column_pair;
-  int first_slot, num_parts;
+  int num_parts;
+  // Of its first part; the others follow `row_tiles` row tiles apart.
+  const uint4* o;       // of this lane
+  const float2* stats;  // of the row that this warp finds the weights for
+  const float* o_scale;
 };
 
 template <class C>
-__device__ __forceinline__ MergeUnit merge_unit(const MlaTreeVerifyParams& params, unsigned i,
-                                                int row_tiles, int num_tiles, int columns) {
-  MergeUnit u;
+__device__ __forceinline__ MergeUnit<C> merge_unit(const MlaTreeVerifyParams& params, unsigned i,
+                                                   int row_tiles, int num_tiles, int columns,
+                                                   int max_columns) {
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  MergeUnit<C> u;
   u.row_block = i % C::kRowBlocks, i /= C::kRowBlocks;
   u.column_pair = i % kColumnPairs, i /= kColumnPairs;
   u.warp = i % kValueWarps, i /= kValueWarps;
@@ -34,7 +41,10 @@ __device__ __forceinline__ MergeUnit merge_unit(const MlaTreeVerifyParams& param
             end = load_plan_entry(params, u.request + 1).first_tile;
   const int first_column = begin == end ? 0 : column_of_tile(begin, num_tiles, columns);
   u.num_parts = begin == end ? 0 : column_of_tile(end - 1, num_tiles, columns) - first_column + 1;
-  u.first_slot = first_column + u.request;
+  const Partial<C> first(params, row_tiles, max_columns, first_column + u.request, u.row_tile);
+  u.o = first.o + Partial<C>::o_index(u.warp, u.column_pair, u.row_block, lane);
+  u.stats = first.stats + u.row_block * 8 + warp;
+  u.o_scale = first.o_scale + u.warp;
   return u;
 }
 
@@ -47,48 +57,57 @@ struct MergeSharedMemory {
 // Warp w: the weights of row w of the unit in all parts, and its lse.
 template <class C>
 __device__ __forceinline__ void find_weights(const MlaTreeVerifyParams& params,
-                                             MergeSharedMemory& smem, const MergeUnit& unit,
-                                             const Partial<C>& first, int row_tiles) {
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp,
-            row_in_tile = unit.row_block * 8 + warp;
-  const float2* stats = first.stats + row_in_tile;
+                                             MergeSharedMemory& smem, const MergeUnit<C>& unit,
+                                             const float2 (&r_stats)[kMaxParts / kWarp],
+                                             const float (&r_scale)[kMaxParts / kWarp]) {
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   float top = -INFINITY;
-  for (int part = lane; part < unit.num_parts; part += kWarp)
-    top = fmaxf(top, stats[int64_t{part} * row_tiles * C::kRows].x);
+#pragma unroll
+  for (const float2& max_and_sum : r_stats) top = fmaxf(top, max_and_sum.x);
 #pragma unroll
   for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
   float sum = 0.f;
-  for (int part = lane; part < unit.num_parts; part += kWarp) {
-    const float2 max_and_sum = stats[int64_t{part} * row_tiles * C::kRows];
+#pragma unroll
+  for (int i = 0; i < kMaxParts / kWarp; ++i) {
+    if (i * kWarp >= unit.num_parts) break;
     const float weight =
-        top == -INFINITY ? 0.f : arch::exp2_approx(max_and_sum.x - top) * max_and_sum.y;
-    smem.weight[part][warp] =
-        weight * first.o_scale[int64_t{part} * row_tiles * kValueWarps + unit.warp];
+        top == -INFINITY ? 0.f : arch::exp2_approx(r_stats[i].x - top) * r_stats[i].y;
+    smem.weight[i * kWarp + lane][warp] = weight * r_scale[i];
     sum += weight;
   }
 #pragma unroll
   for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
   if (lane != 0) return;
   smem.row_factor[warp] = sum == 0.f ? 0.f : params.v_scale / sum;
-  const int rows = params.s_q * params.h_q, row = unit.row_tile * C::kRows + row_in_tile;
+  const int rows = params.s_q * params.h_q,
+            row = unit.row_tile * C::kRows + unit.row_block * 8 + warp;
   if (params.lse != nullptr && unit.warp == 0 && unit.column_pair == 0 && row < rows)
     params.lse[int64_t{unit.request} * rows + row] = (top + log2f(sum)) / kLog2e;
 }
 
 template <class C>
 __device__ __forceinline__ void merge_parts(const MlaTreeVerifyParams& params,
-                                            MergeSharedMemory& smem, const MergeUnit& unit,
+                                            MergeSharedMemory& smem, const MergeUnit<C>& unit,
                                             int row_tiles) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const Partial<C> first(params, unit.first_slot, unit.row_tile);
-  const uint4* o = first.o + Partial<C>::o_index(unit.warp, unit.column_pair, unit.row_block, lane);
-  const int64_t stride = int64_t{row_tiles} * Partial<C>::kO;
+  float2 r_stats[kMaxParts / kWarp];
+  float r_scale[kMaxParts / kWarp];
+#pragma unroll
+  for (int i = 0; i < kMaxParts / kWarp; ++i) {
+    const int part = i * kWarp + lane;
+    r_stats[i] = make_float2(-INFINITY, 0.f), r_scale[i] = 0.f;
+    if (part < unit.num_parts) {
+      r_stats[i] = __ldg(unit.stats + part * row_tiles * C::kRows);
+      r_scale[i] = __ldg(unit.o_scale + part * row_tiles * kValueWarps);
+    }
+  }
+  const int stride = row_tiles * Partial<C>::kO;
   uint4 r_first[kMergePreload];
 #pragma unroll
   for (int i = 0; i < kMergePreload; ++i)
     if (const int part = warp + i * kMergeWarps; part < unit.num_parts)
-      r_first[i] = __ldg(o + part * stride);
-  find_weights<C>(params, smem, unit, first, row_tiles);
+      r_first[i] = __ldg(unit.o + part * stride);
+  find_weights<C>(params, smem, unit, r_stats, r_scale);
   __syncthreads();
 
   float r_sum[8] = {};  // [column block][g or g + 8][row]
@@ -106,7 +125,7 @@ __device__ __forceinline__ void merge_parts(const MlaTreeVerifyParams& params,
     if (const int part = warp + i * kMergeWarps; part < unit.num_parts) add(r_first[i], part);
 #pragma unroll 4
   for (int part = warp + kMergePreload * kMergeWarps; part < unit.num_parts; part += kMergeWarps)
-    add(__ldg(o + part * stride), part);
+    add(__ldg(unit.o + part * stride), part);
 #pragma unroll
   for (int i = 0; i < 8; ++i) smem.sum[warp][i][lane] = r_sum[i];
 }
@@ -114,7 +133,8 @@ __device__ __forceinline__ void merge_parts(const MlaTreeVerifyParams& params,
 // Adds the warps and writes 8 rows x 32 columns: warp w has element w of every lane.
 template <class C>
 __device__ __forceinline__ void store_unit(const MlaTreeVerifyParams& params,
-                                           const MergeSharedMemory& smem, const MergeUnit& unit) {
+                                           const MergeSharedMemory& smem,
+                                           const MergeUnit<C>& unit) {
   const int element = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int r = 2 * (lane % 4) + element % 2,
             row = unit.row_tile * C::kRows + unit.row_block * 8 + r;
@@ -140,7 +160,7 @@ __global__ void __launch_bounds__(kMergeWarps* kWarp, 2)
   const unsigned num_units =
       static_cast<unsigned>(params.b) * row_tiles * kValueWarps * kColumnPairs * C::kRowBlocks;
   arch::launch_next_kernel();
-  MergeUnit unit = merge_unit<C>(params, blockIdx.x, row_tiles, num_tiles, columns);
+  MergeUnit<C> unit = merge_unit<C>(params, blockIdx.x, row_tiles, num_tiles, columns, max_columns);
   arch::wait_for_previous_kernel();
   for (unsigned i = blockIdx.x;;) {
     if (unit.num_parts != 1) {  // else the main kernel wrote it
@@ -151,7 +171,7 @@ __global__ void __launch_bounds__(kMergeWarps* kWarp, 2)
     }
     i += gridDim.x;
     if (i >= num_units) break;
-    unit = merge_unit<C>(params, i, row_tiles, num_tiles, columns);
+    unit = merge_unit<C>(params, i, row_tiles, num_tiles, columns, max_columns);
   }
 }
 

@@ -52,6 +52,9 @@ __global__ void __launch_bounds__(kMaxBatch)
         make_int4(entry.first_tile, entry.list_begin, entry.list_length, entry.num_tokens);
   if (request == kMaxBatch - 1)
     plan[params.b] = make_int4(line_end, 0, any_clamped ? kListClamped : 0, 0);
+  // The main kernel reads the plan before it waits for its predecessor, which may be this kernel:
+  // no dependent starts before all blocks have left, and by then the plan is in memory.
+  __threadfence();
 }
 
 }  // namespace sgl_kernel_sm120::mla_tree_verify_op

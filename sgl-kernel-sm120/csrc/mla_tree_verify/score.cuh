@@ -14,63 +14,103 @@ namespace sgl_kernel_sm120::mla_tree_verify_op {
 template <class C>
 using QFragments = uint32_t[C::kSteps][C::kRowBlocks][2];
 
-// Step i of half h covers, for bf16, chunks 4 i + 2 h and + 1 of a row of Q.
-template <class C, int kHalf>
-__device__ __forceinline__ void load_q_fragments_bf16(QFragments<C>& r_q,
-                                                      typename C::SharedMemoryPlan& smem) {
+template <class C>
+__device__ __forceinline__ void wait_for_scaled_q(typename C::SharedMemoryPlan& smem,
+                                                  const Segment& segment) {
+  arch::mbarrier_wait(arch::smem_address(&smem.bar_q_scaled), segment.number & 1);
+}
+
+// fp8, softmax and value warps: each row of Q times an exact power of two, so that its largest
+// element lies in [2^14, 2^15), from bf16 to fp16 in place.
+template <class C>
+__device__ __forceinline__ void scale_q(typename C::SharedMemoryPlan& smem, const Segment& segment,
+                                        int warp) {
   const int lane = arch::thread_index() % kWarp;
-  const uint32_t s_q = arch::smem_address(smem.kv[C::kEarlyTiles]) + lane % 8 * kQRowBytes;
+  constexpr int kWarps = kSoftmaxWarps + kValueWarps, kWords = kQRowBytes / 4;
+#pragma unroll 1
+  for (int r = warp; r < C::kRows; r += kWarps) {
+    const Stage<C> stage(segment.ring - C::kQStages + r / C::kQRowsPerStage);
+    arch::mbarrier_wait(arch::smem_address(&smem.bar_full[stage.index]), stage.parity);
+    auto* row =
+        reinterpret_cast<uint32_t*>(smem.stages[stage.index] + r % C::kQRowsPerStage * kQRowBytes);
+    uint32_t words[kWords / kWarp], largest = 0;
 #pragma unroll
-  for (int j = 0; j < C::kRowBlocks; ++j) {
-#pragma unroll
-    for (int i = 0; i < C::kSteps; i += 2) {
-      const int chunk = 4 * (i + lane / 16) + 2 * kHalf + lane / 8 % 2;
-      uint32_t r[4];
-      arch::ldmatrix_x4(r, s_q + j * 8 * kQRowBytes + swizzle(chunk, lane % 8));
-      r_q[i][j][0] = r[0], r_q[i][j][1] = r[1];
-      r_q[i + 1][j][0] = r[2], r_q[i + 1][j][1] = r[3];
+    for (int i = 0; i < kWords / kWarp; ++i) {
+      words[i] = row[i * kWarp + lane];
+      largest = max(largest, max(words[i] & 0x7fffu, words[i] >> 16 & 0x7fffu));
     }
+    const int exponent = static_cast<int>(__reduce_max_sync(~0u, largest) >> 7) - 127;
+    const float scale = __int_as_float((min(max(14 - exponent, -120), 120) + 127) << 23);
+#pragma unroll
+    for (int i = 0; i < kWords / kWarp; ++i) {
+      const float2 v = arch::unpack_bf16(words[i]);
+      row[i * kWarp + lane] = arch::pack_f16(v.x * scale, v.y * scale);
+    }
+    if (lane == 0) smem.q_scale[segment.number % C::kLiveSegments][r] = scale;
+  }
+  __syncwarp();
+  if (lane == 0) arch::mbarrier_arrive(arch::smem_address(&smem.bar_q_scaled));
+  // A warp that has no tile of this segment must not arrive for the next one before all have for
+  // this.
+  wait_for_scaled_q<C>(smem, segment);
+}
+
+// Rows of one block of Q. For bf16, step i of half h covers chunks 4 i + 2 h and + 1 of a row of Q.
+template <class C, int kHalf>
+__device__ __forceinline__ void load_q_block_bf16(QFragments<C>& r_q, const unsigned char* rows,
+                                                  int j, int lane) {
+  const uint32_t s_q = arch::smem_address(rows) + lane % 8 * kQRowBytes;
+#pragma unroll
+  for (int i = 0; i < C::kSteps; i += 2) {
+    const int chunk = 4 * (i + lane / 16) + 2 * kHalf + lane / 8 % 2;
+    uint32_t r[4];
+    arch::ldmatrix_x4(r, s_q + swizzle(chunk, lane % 8));
+    r_q[i][j][0] = r[0], r_q[i][j][1] = r[1];
+    r_q[i + 1][j][0] = r[2], r_q[i + 1][j][1] = r[3];
   }
 }
 
 // For fp8 a step covers one chunk of a KV row, 16 columns, of which lane 4 g + t holds 4 t .. 4 t
-// + 3. Scaled fp16.
+// + 3.
 template <class C, int kHalf>
-__device__ __forceinline__ void load_q_fragments_fp8(QFragments<C>& r_q,
-                                                     typename C::SharedMemoryPlan& smem) {
-  const int lane = arch::thread_index() % kWarp, g = lane / 4, t = lane % 4;
+__device__ __forceinline__ void load_q_block_fp8(QFragments<C>& r_q, const unsigned char* rows,
+                                                 int j, int lane) {
+  const int g = lane / 4, t = lane % 4;
 #pragma unroll
-  for (int j = 0; j < C::kRowBlocks; ++j) {
-    const char* row =
-        reinterpret_cast<const char*>(smem.kv[C::kEarlyTiles]) + (8 * j + g) * kQRowBytes;
-    const float scale = smem.q_scale[8 * j + g];
-#pragma unroll
-    for (int i = 0; i < C::kSteps; ++i) {
-      const int kv_chunk = 4 * (i / 2) + 2 * kHalf + i % 2;
-      const uint2 v =
-          *reinterpret_cast<const uint2*>(row + swizzle(2 * kv_chunk + t / 2, g) + t % 2 * 8);
-      const float2 a = arch::unpack_bf16(v.x), b = arch::unpack_bf16(v.y);
-      r_q[i][j][0] = arch::pack_f16(a.x * scale, a.y * scale);
-      r_q[i][j][1] = arch::pack_f16(b.x * scale, b.y * scale);
-    }
+  for (int i = 0; i < C::kSteps; ++i) {
+    const int kv_chunk = 4 * (i / 2) + 2 * kHalf + i % 2;
+    const uint2 v = *reinterpret_cast<const uint2*>(rows + g * kQRowBytes +
+                                                    swizzle(2 * kv_chunk + t / 2, g) + t % 2 * 8);
+    r_q[i][j][0] = v.x, r_q[i][j][1] = v.y;
   }
 }
 
-// All but the load warps, fp8: an exact power of two for each row of Q, so that its largest element
-// lies in [2^14, 2^15).
-template <class C>
-__device__ __forceinline__ void find_q_scales(typename C::SharedMemoryPlan& smem) {
-  const int thread = arch::thread_index(), lane = thread % kWarp;
-  for (int r = thread / kWarp; r < C::kRows; r += kMathThreads / kWarp) {
-    const auto* row =
-        reinterpret_cast<const uint32_t*>(smem.kv[C::kEarlyTiles]) + r * (kQRowBytes / 4);
-    uint32_t largest = 0;
-    for (int i = lane; i < kQRowBytes / 4; i += kWarp)
-      largest = __vmaxu2(largest, row[i] & 0x7fff7fffu);
-    largest = __reduce_max_sync(~0u, max(largest & 0xffffu, largest >> 16));
-    const int exponent = static_cast<int>(largest >> 7) - 127;
-    if (lane == 0)
-      smem.q_scale[r] = __int_as_float((min(max(14 - exponent, -120), 120) + 127) << 23);
+template <class C, int kHalf>
+__device__ __forceinline__ void take_q(QFragments<C>& r_q, typename C::SharedMemoryPlan& smem,
+                                       const Segment& segment, int pair) {
+  const int lane = arch::thread_index() % kWarp;
+  constexpr int kBlocksPerStage = C::kQRowsPerStage / 8;
+  Stage<C> stage(segment.ring - C::kQStages);
+  if constexpr (C::Kv::kFp8) wait_for_scaled_q<C>(smem, segment);
+#pragma unroll
+  for (int first = 0; first < C::kRowBlocks; first += kBlocksPerStage) {
+    arch::mbarrier_wait(arch::smem_address(&smem.bar_full[stage.index]), stage.parity);
+#pragma unroll
+    for (int j = first; j < first + kBlocksPerStage && j < C::kRowBlocks; ++j) {
+      const unsigned char* rows = smem.stages[stage.index] + j % kBlocksPerStage * 8 * kQRowBytes;
+      if constexpr (C::Kv::kFp8)
+        load_q_block_fp8<C, kHalf>(r_q, rows, j, lane);
+      else
+        load_q_block_bf16<C, kHalf>(r_q, rows, j, lane);
+    }
+    __syncwarp();
+    if (lane == 0) {
+      arch::mbarrier_arrive(arch::smem_address(&smem.bar_empty[stage.index]));
+      // Every round of the ring completes a phase.
+      if (kHalf == 0 && pair == 0)
+        arch::mbarrier_arrive(arch::smem_address(&smem.bar_p_full[stage.index]));
+    }
+    stage.template advance<1>();
   }
 }
 
@@ -111,27 +151,22 @@ __device__ __forceinline__ void qk_gemm(float (&r_s)[C::kRowBlocks][4], const QF
   }
 }
 
-// Every second tile of the segment, one half of the columns.
+// Every second tile of the block, one half of the columns.
 template <class C, int kHalf>
-__device__ __forceinline__ void run_score_warp(const MlaTreeVerifyParams& params,
-                                               const Segment& segment,
-                                               typename C::SharedMemoryPlan& smem, int pair) {
+__device__ __forceinline__ void score_segment(const MlaTreeVerifyParams& params,
+                                              const Segment& segment,
+                                              typename C::SharedMemoryPlan& smem, int pair) {
   QFragments<C> r_q;
-  if constexpr (C::Kv::kFp8)
-    load_q_fragments_fp8<C, kHalf>(r_q, smem);
-  else
-    load_q_fragments_bf16<C, kHalf>(r_q, smem);
-  arch::named_barrier_arrive(kBarQRead, 2 * kWarpgroup);
-
-  const int num_tiles = segment.num_tiles;
-  int stage = pair;
-  uint32_t parity = 0;
-  for (int tile = pair; tile < num_tiles; tile += kPairs) {
+  take_q<C, kHalf>(r_q, smem, segment, pair);
+  const int end = segment.tile + segment.num_tiles,
+            first = segment.tile + ((segment.tile ^ pair) & 1);
+  Stage<C> stage(segment.ring + first - segment.tile);
+  for (int tile = first; tile < end; tile += kPairs) {
     const int lane =
         arch::thread_index() % kWarp;  // here, or its products would be held across the loop
     float r_s[C::kRowBlocks][4];
-    arch::mbarrier_wait(arch::smem_address(&smem.bar_kv_full[stage]), parity);
-    qk_gemm<C, kHalf>(r_s, r_q, arch::smem_address(smem.kv[stage]), lane, params.b);
+    arch::mbarrier_wait(arch::smem_address(&smem.bar_full[stage.index]), stage.parity);
+    qk_gemm<C, kHalf>(r_s, r_q, arch::smem_address(smem.stages[stage.index]), lane, params.b);
     if (tile > 0)
       arch::mbarrier_wait(arch::smem_address(&smem.bar_scores_empty[1 - pair]),
                           (tile - 1) / kPairs & 1);
@@ -141,8 +176,7 @@ __device__ __forceinline__ void run_score_warp(const MlaTreeVerifyParams& params
     __syncwarp();
     if (lane == 0)
       arch::mbarrier_arrive(arch::smem_address(&smem.bar_scores_full[tile % kSoftmaxWarps]));
-    stage += kPairs;
-    if (stage >= C::kStages) stage -= C::kStages, parity ^= 1;
+    stage.template advance<kPairs>();
   }
 }
 

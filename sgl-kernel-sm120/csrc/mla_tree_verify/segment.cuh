@@ -14,23 +14,10 @@ __device__ __forceinline__ PlanEntry load_plan_entry(const MlaTreeVerifyParams& 
   return {v.x, v.y, v.z, v.w};
 }
 
-// A plan made for other lengths must not lead out of kv_indices.
-__device__ __forceinline__ Segment make_segment(const MlaTreeVerifyParams& params, int request,
-                                                int line, int line_end) {
-  const PlanEntry entry = load_plan_entry(params, request);
-  const int next = load_plan_entry(params, request + 1).first_tile;
-  Segment s;
-  s.request = request;
-  s.first_tile = line - entry.first_tile;
-  s.num_tiles = min(line_end, next) - line;
-  s.list_begin = static_cast<int>(min(int64_t{max(entry.list_begin, 0)}, params.num_indices));
-  s.list_length =
-      static_cast<int>(min(int64_t{max(entry.list_length, 0)}, params.num_indices - s.list_begin));
-  s.num_tokens =
-      params.draft_slots == nullptr ? min(entry.num_tokens, s.list_length) : entry.num_tokens;
-  s.prefix = max(s.num_tokens - params.s_q, 0);
-  s.slot = blockIdx.y + request;
-  return s;
+// The position of a query row; its head is what remains. Exact: rows are fewer than 2^15, heads
+// than 2^8.
+__device__ __forceinline__ int position_of_row(int row, float heads_inverse) {
+  return static_cast<int>((static_cast<float>(row) + 0.5f) * heads_inverse);
 }
 
 __device__ __forceinline__ bool draft_key_visible(const MlaTreeVerifyParams& params,
@@ -63,73 +50,85 @@ __device__ __forceinline__ bool mask_block_is_complete(const MlaTreeVerifyParams
          begin + int64_t{params.s_q} * (segment.prefix + params.s_q) <= params.mask_bytes;
 }
 
-// Softmax warps: a bit a draft key and row. Rows past the end see none.
-template <class C>
-__device__ __forceinline__ void build_tree_mask(const MlaTreeVerifyParams& params,
-                                                const Segment& segment,
-                                                typename C::SharedMemoryPlan& smem, int first_row) {
-  const int thread = arch::thread_index() % kWarpgroup, lane = thread % kWarp;
-  for (int r = thread / kWarp; r < C::kRows; r += kSoftmaxWarps) {
-    const int position = (first_row + r) / params.h_q;
-    for (int word = 0; word * 32 < params.s_q; ++word) {
-      const int key = word * 32 + lane;
-      const bool visible = position < params.s_q && key < params.s_q &&
-                           draft_key_visible(params, segment, position, key);
-      const uint32_t bits = __ballot_sync(~0u, visible);
-      if (lane == 0) smem.tree_mask[r][word] = bits;
-    }
-  }
-  if (thread == 0 && params.status != nullptr && !mask_block_is_complete(params, segment))
-    atomicOr(params.status, kMaskClamped);
-}
-
 // What the plan kernel found.
 __device__ __forceinline__ void report_plan_status(const MlaTreeVerifyParams& params) {
   const int flags = load_plan_entry(params, params.b).list_length;
-  if (flags != 0 && params.status != nullptr) atomicOr(params.status, flags);
+  if (flags != 0 && params.status != nullptr && arch::thread_index() % kWarp == 0)
+    atomicOr(params.status, flags);
 }
 
-// The segments of a column, one after the other. Load warps step together and tell the others
-// through shared memory.
-class Segments {
- public:
-  __device__ explicit Segments(const MlaTreeVerifyParams& params)
-      : params_(params), line_(0), line_end_(0) {
-    num_tiles_ = load_plan_entry(params, params.b).first_tile;
-    const int columns = num_columns(num_tiles_, gridDim.y);
-    if (blockIdx.y < columns)
-      line_ = column_begin(blockIdx.y, num_tiles_, columns),
-      line_end_ = column_begin(blockIdx.y + 1, num_tiles_, columns);
-  }
-
-  // num_tiles is 0 at the end. A thread looks at every 128th request: how many end before this
-  // segment?
-  __device__ Segment next() {
-    if (line_ >= line_end_) return {};
-    int request = 0;
-    for (int first = 0; first < params_.b; first += kWarpgroup) {
-      const int mine = first + arch::thread_index() % kWarpgroup;
-      const bool over = mine < params_.b && load_plan_entry(params_, mine + 1).first_tile <= line_;
-      request += arch::named_barrier_count(kBarLoadWarps, kWarpgroup, over);
-    }
-    const Segment segment = make_segment(params_, request, line_, line_end_);
-    line_ += segment.num_tiles;
-    return segment;
-  }
-
- private:
-  const MlaTreeVerifyParams& params_;
-  int num_tiles_, line_, line_end_;
-};
-
-// How many segments share the request.
-__device__ __forceinline__ int count_parts(const MlaTreeVerifyParams& params, int request) {
-  const int begin = load_plan_entry(params, request).first_tile,
-            end = load_plan_entry(params, request + 1).first_tile;
+// The segments of a column, one after the other. Every warp finds them on its own; where it is lies
+// in shared memory, since registers are short between one segment and the next.
+__device__ __forceinline__ void find_first_segment(const MlaTreeVerifyParams& params, Work& work) {
   const int num_tiles = load_plan_entry(params, params.b).first_tile,
             columns = num_columns(num_tiles, gridDim.y);
-  return column_of_tile(end - 1, num_tiles, columns) - column_of_tile(begin, num_tiles, columns) +
-         1;
+  int line = 0, line_end = 0;
+  if (blockIdx.y < static_cast<unsigned>(columns))
+    line = column_begin(blockIdx.y, num_tiles, columns),
+    line_end = column_begin(blockIdx.y + 1, num_tiles, columns);
+  // How many requests end at or before the line? Lanes look at every eighth end, then at those
+  // between.
+  const int lane = arch::thread_index() % kWarp;
+  const auto ends_before = [&](int i) {
+    return i <= params.b && load_plan_entry(params, i).first_tile <= line;
+  };
+  int request = 0;
+  if (params.b <= kWarp) {
+    request = __popc(__ballot_sync(~0u, ends_before(lane + 1)));
+  } else {
+    constexpr int kStep = kMaxBatch / kWarp;
+    request = kStep * __popc(__ballot_sync(~0u, ends_before(kStep * (lane + 1))));
+    request += __popc(__ballot_sync(~0u, lane < kStep - 1 && ends_before(request + lane + 1)));
+  }
+  if (lane == 0) {
+    work.line = line, work.line_end = line_end;
+    work.segment = {};
+    work.segment.request = request;
+    work.segment.number = -1;
+  }
+  __syncwarp();
 }
+
+// False: there is none left.
+template <class C>
+__device__ __forceinline__ bool next_segment(const MlaTreeVerifyParams& params, Work& work) {
+  const int line = work.line, line_end = work.line_end;
+  if (line >= line_end) return false;
+  Segment s = work.segment;
+  s.ring += s.num_tiles + C::kQStages;
+  s.tile += s.num_tiles;
+  s.number += 1;
+  int end;
+  while ((end = load_plan_entry(params, s.request + 1).first_tile) <= line) ++s.request;
+  const PlanEntry entry = load_plan_entry(params, s.request);
+  s.first_tile = line - entry.first_tile;
+  s.num_tiles = min(line_end, end) - line;
+  s.is_whole = s.num_tiles == end - entry.first_tile;
+  // A plan made for other lengths must not lead out of kv_indices.
+  s.list_begin = static_cast<int>(min(int64_t{max(entry.list_begin, 0)}, params.num_indices));
+  s.list_length =
+      static_cast<int>(min(int64_t{max(entry.list_length, 0)}, params.num_indices - s.list_begin));
+  s.num_tokens =
+      params.draft_slots == nullptr ? min(entry.num_tokens, s.list_length) : entry.num_tokens;
+  s.prefix = max(s.num_tokens - params.s_q, 0);
+  __syncwarp();
+  if (arch::thread_index() % kWarp == 0) work.line = line + s.num_tiles, work.segment = s;
+  __syncwarp();
+  return true;
+}
+
+// Where position `ring` of the ring is, and the parity of its round.
+template <class C>
+struct Stage {
+  int index;
+  uint32_t parity;
+
+  __device__ explicit Stage(int ring) : index(ring % C::kStages), parity(ring / C::kStages & 1) {}
+  template <int kSteps>
+  __device__ void advance() {
+    index += kSteps;
+    if (index >= C::kStages) index -= C::kStages, parity ^= 1;
+  }
+};
 
 }  // namespace sgl_kernel_sm120::mla_tree_verify_op

@@ -128,8 +128,8 @@ __device__ __forceinline__ void pv_gemm(OFragments<C>& r_o, VFragments& r_v,
 
 // Whole row sums into shared memory, for all value warps.
 template <class C>
-__device__ __forceinline__ void share_row_sums(const float (&r_sum)[kSumsPerWarp],
-                                               typename C::SharedMemoryPlan& smem, int warp) {
+__device__ __forceinline__ void share_row_sums(const float (&r_sum)[kSumsPerWarp], float* row_sum,
+                                               int warp) {
   const int lane = arch::thread_index() % kWarp;
 #pragma unroll
   for (int i = 0; i < kSumsPerWarp; ++i) {
@@ -137,7 +137,7 @@ __device__ __forceinline__ void share_row_sums(const float (&r_sum)[kSumsPerWarp
     float sum = r_sum[i];
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
-    if (j < C::kRowBlocks && lane % 4 == 0) smem.row_sum[8 * j + lane / 4] = sum;
+    if (j < C::kRowBlocks && lane % 4 == 0) row_sum[8 * j + lane / 4] = sum;
   }
   arch::named_barrier_sync(kBarValueWarps, kValueWarps * kWarp);
 }
@@ -149,10 +149,10 @@ struct Partial {
   float2* stats;   // [row of the tile]: row_max, sum
   float* o_scale;  // [value warp]
 
-  __device__ Partial(const MlaTreeVerifyParams& params, int slot, int row_tile) {
-    const int row_tiles = num_row_tiles(params.s_q * params.h_q, C::kRowBlocks);
+  __device__ Partial(const MlaTreeVerifyParams& params, int row_tiles, int max_columns, int slot,
+                     int row_tile) {
     const int64_t tile = int64_t{slot} * row_tiles + row_tile,
-                  tiles = partial_slots(params.b, row_tiles, params.num_sms) * row_tiles;
+                  tiles = int64_t{max_columns + params.b - 1} * row_tiles;
     o = static_cast<uint4*>(params.workspace) + tile * kO;
     stats = reinterpret_cast<float2*>(static_cast<uint4*>(params.workspace) + tiles * kO) +
             tile * C::kRows;
@@ -167,34 +167,31 @@ struct Partial {
 };
 
 // 1 / sum of the rows that this lane holds, 0 for an empty row.
-template <class C>
-__device__ __forceinline__ float2 inverse_row_sums(const typename C::SharedMemoryPlan& smem,
-                                                   int row_block, int lane) {
-  const float2 sum =
-      *reinterpret_cast<const float2*>(&smem.row_sum[first_row_of_lane(row_block, lane)]);
+__device__ __forceinline__ float2 inverse_row_sums(const float* row_sum, int row_block, int lane) {
+  const float2 sum = *reinterpret_cast<const float2*>(&row_sum[first_row_of_lane(row_block, lane)]);
   return make_float2(sum.x == 0.f ? 0.f : __fdividef(1.f, sum.x),
                      sum.y == 0.f ? 0.f : __fdividef(1.f, sum.y));
 }
 
 // The request has other segments: for the merge kernel.
 template <class C>
-__device__ __forceinline__ void store_partial(OFragments<C>& r_o, const MlaTreeVerifyParams& params,
-                                              const Segment& segment,
-                                              const typename C::SharedMemoryPlan& smem,
-                                              int row_tile, int warp) {
+__device__ __forceinline__ void store_partial(const OFragments<C>& r_o,
+                                              const MlaTreeVerifyParams& params, int slot,
+                                              const float* row_max, const float* row_sum,
+                                              int warp) {
   const int lane = arch::thread_index() % kWarp;
-  const Partial<C> partial(params, segment.slot, row_tile);
+  const Partial<C> partial(params, gridDim.x, gridDim.y, slot, blockIdx.x);
   float largest = 0.f;
 #pragma unroll
   for (int j = 0; j < C::kRowBlocks; ++j) {
-    const float2 factor = inverse_row_sums<C>(smem, j, lane);
+    const float2 factor = inverse_row_sums(row_sum, j, lane);
+    float2 top = make_float2(0.f, 0.f);
 #pragma unroll
     for (int m = 0; m < kColumnBlocks; ++m) {
-      r_o[m][j][0] *= factor.x, r_o[m][j][2] *= factor.x, r_o[m][j][1] *= factor.y,
-          r_o[m][j][3] *= factor.y;
-      largest = fmaxf(fmaxf(largest, fmaxf(fabsf(r_o[m][j][0]), fabsf(r_o[m][j][1]))),
-                      fmaxf(fabsf(r_o[m][j][2]), fabsf(r_o[m][j][3])));
+      top.x = fmaxf(top.x, fmaxf(fabsf(r_o[m][j][0]), fabsf(r_o[m][j][2])));
+      top.y = fmaxf(top.y, fmaxf(fabsf(r_o[m][j][1]), fabsf(r_o[m][j][3])));
     }
+    largest = fmaxf(largest, fmaxf(top.x * factor.x, top.y * factor.y));
   }
   // Bits of a positive float order like integers. The largest element lands in [2^14, 2^15), so
   // that small outputs do not vanish below the range of fp16.
@@ -203,35 +200,37 @@ __device__ __forceinline__ void store_partial(OFragments<C>& r_o, const MlaTreeV
             excess = max(exponent - 14, -100);
   const float down = __int_as_float((127 - excess) << 23);
 #pragma unroll
-  for (int m = 0; m < kColumnBlocks; m += 2) {
+  for (int j = 0; j < C::kRowBlocks; ++j) {
+    float2 factor = inverse_row_sums(row_sum, j, lane);
+    factor.x *= down, factor.y *= down;
 #pragma unroll
-    for (int j = 0; j < C::kRowBlocks; ++j) {
+    for (int m = 0; m < kColumnBlocks; m += 2) {
       uint4 v;
-      v.x = arch::pack_f16(r_o[m][j][0] * down, r_o[m][j][1] * down),
-      v.y = arch::pack_f16(r_o[m][j][2] * down, r_o[m][j][3] * down);
-      v.z = arch::pack_f16(r_o[m + 1][j][0] * down, r_o[m + 1][j][1] * down);
-      v.w = arch::pack_f16(r_o[m + 1][j][2] * down, r_o[m + 1][j][3] * down);
+      v.x = arch::pack_f16(r_o[m][j][0] * factor.x, r_o[m][j][1] * factor.y),
+      v.y = arch::pack_f16(r_o[m][j][2] * factor.x, r_o[m][j][3] * factor.y);
+      v.z = arch::pack_f16(r_o[m + 1][j][0] * factor.x, r_o[m + 1][j][1] * factor.y);
+      v.w = arch::pack_f16(r_o[m + 1][j][2] * factor.x, r_o[m + 1][j][3] * factor.y);
       partial.o[Partial<C>::o_index(warp, m / 2, j, lane)] = v;
     }
+    __syncwarp();  // one block at a time: no registers to spare
   }
   const int r = warp * kWarp + lane;
-  if (r < C::kRows) partial.stats[r] = make_float2(smem.row_max[r], smem.row_sum[r]);
+  if (r < C::kRows) partial.stats[r] = make_float2(row_max[r], row_sum[r]);
   if (lane == 0) partial.o_scale[warp] = __int_as_float((127 + excess) << 23);
 }
 
 // The request has this segment alone: its result.
 template <class C>
 __device__ __forceinline__ void store_output(const OFragments<C>& r_o,
-                                             const MlaTreeVerifyParams& params,
-                                             const Segment& segment,
-                                             const typename C::SharedMemoryPlan& smem,
+                                             const MlaTreeVerifyParams& params, int request,
+                                             const float* row_max, const float* row_sum,
                                              int first_row, int warp) {
   const int lane = arch::thread_index() % kWarp;
   const int num_rows = params.s_q * params.h_q;
-  auto* out = static_cast<__nv_bfloat16*>(params.out) + int64_t{segment.request} * num_rows * kDv;
+  auto* out = static_cast<__nv_bfloat16*>(params.out) + int64_t{request} * num_rows * kDv;
 #pragma unroll
   for (int j = 0; j < C::kRowBlocks; ++j) {
-    const float2 inverse = inverse_row_sums<C>(smem, j, lane);
+    const float2 inverse = inverse_row_sums(row_sum, j, lane);
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
       const int row = first_row + first_row_of_lane(j, lane) + odd;
@@ -245,18 +244,19 @@ __device__ __forceinline__ void store_output(const OFragments<C>& r_o,
               __float2bfloat16(r_o[m][j][2 * upper + odd] * factor);
       }
     }
+    __syncwarp();  // one block at a time: no registers to spare
   }
   const int r = warp * kWarp + lane, row = first_row + r;
   if (params.lse != nullptr && r < C::kRows && row < num_rows)
-    params.lse[int64_t{segment.request} * num_rows + row] =
-        (smem.row_max[r] + log2f(smem.row_sum[r])) / kLog2e;
+    params.lse[int64_t{request} * num_rows + row] = (row_max[r] + log2f(row_sum[r])) / kLog2e;
 }
 
 // Every tile of the segment, 128 columns of the value.
 template <class C>
-__device__ __forceinline__ void run_value_warp(const MlaTreeVerifyParams& params,
-                                               const Segment& segment,
-                                               typename C::SharedMemoryPlan& smem, int warp) {
+__device__ __forceinline__ void value_segment(const MlaTreeVerifyParams& params,
+                                              const Segment& segment,
+                                              typename C::SharedMemoryPlan& smem, int warp) {
+  if constexpr (C::Kv::kFp8) scale_q<C>(smem, segment, kSoftmaxWarps + warp);
   OFragments<C> r_o;
 #pragma unroll
   for (int m = 0; m < kColumnBlocks; ++m) {
@@ -266,31 +266,31 @@ __device__ __forceinline__ void run_value_warp(const MlaTreeVerifyParams& params
   }
   float r_sum[kSumsPerWarp] = {};
 
-  int stage = 0;
-  uint32_t parity = 0;
+  Stage<C> stage(segment.ring);
   for (int tile = 0; tile < segment.num_tiles; ++tile) {
     const int lane =
         arch::thread_index() % kWarp;  // here, or its products would be held across the loop
-    const uint32_t s_kv = arch::smem_address(smem.kv[stage]);
+    const uint32_t s_kv = arch::smem_address(smem.stages[stage.index]);
     uint32_t r_p[C::kRowBlocks][2];
     VFragments r_v;
-    arch::mbarrier_wait(arch::smem_address(&smem.bar_kv_full[stage]), parity);
+    arch::mbarrier_wait(arch::smem_address(&smem.bar_full[stage.index]), stage.parity);
     load_first_v<C>(r_v, s_kv, warp, lane);
-    arch::mbarrier_wait(arch::smem_address(&smem.bar_p_full[stage]), parity);
+    arch::mbarrier_wait(arch::smem_address(&smem.bar_p_full[stage.index]), stage.parity);
     load_p<C>(r_p, s_kv, lane);
-    rescale_o<C>(r_o, r_sum, smem, stage, warp, lane);
+    rescale_o<C>(r_o, r_sum, smem, stage.index, warp, lane);
     pv_gemm<C>(r_o, r_v, r_p, s_kv, warp, lane, params.b, params.b >> 16);
     __syncwarp();
-    if (lane == 0) arch::mbarrier_arrive(arch::smem_address(&smem.bar_kv_empty[stage]));
+    if (lane == 0) arch::mbarrier_arrive(arch::smem_address(&smem.bar_empty[stage.index]));
     add_row_sums<C>(r_sum, r_p, warp);
-    if (++stage == C::kStages) stage = 0, parity ^= 1;
+    stage.template advance<1>();
   }
-  arch::launch_next_kernel();
-  share_row_sums<C>(r_sum, smem, warp);
-  if (smem.num_parts == 1)
-    store_output<C>(r_o, params, segment, smem, blockIdx.x * C::kRows, warp);
+  const float* row_max = smem.row_max[segment.number % C::kLiveSegments];
+  float* row_sum = smem.row_sum[segment.number % 2];
+  share_row_sums<C>(r_sum, row_sum, warp);
+  if (segment.is_whole)
+    store_output<C>(r_o, params, segment.request, row_max, row_sum, blockIdx.x * C::kRows, warp);
   else
-    store_partial<C>(r_o, params, segment, smem, blockIdx.x, warp);
+    store_partial<C>(r_o, params, blockIdx.y + segment.request, row_max, row_sum, warp);
 }
 
 }  // namespace sgl_kernel_sm120::mla_tree_verify_op
