@@ -9,6 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernels.cases import encode_mask, make_tree
+from kernels.sheets import KINDS, score_sheet
 
 from sgl_kernel_sm120 import (
     DraftTree,
@@ -121,6 +122,15 @@ def test_builder_is_exact_where_fp32_sums_collide(data):
     check_against_heap(scores.sort(dim=-1, descending=True).values + 0.0, data.draw(st.integers(2, 40)))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("depths, k, n", [(3, 4, 15), (4, 3, 40), (7, 8, 33), (5, 12, 64)])
+def test_builder_equals_heap_on_hostile_sheets(depths, k, n, kind):
+    scores = score_sheet(torch.Generator().manual_seed(n), 12, depths, k, kind)
+    if kind == "holes":  # the heap's siblings go rank by rank: a hole is moved behind them
+        scores = scores.nan_to_num(nan=-torch.inf).sort(dim=-1, descending=True).values
+    check_against_heap(scores, n)
+
+
 @settings(deadline=None, max_examples=60)
 @given(scores=score_sheets(max_depth=6, max_k=8), n=st.integers(1, 20), more=st.integers(0, 20), data=st.data())
 def test_a_limit_cuts_the_least_probable_nodes_and_more_paths_change_no_node(scores, n, more, data):
@@ -160,6 +170,35 @@ def test_builder_corner_sizes(num_nodes, depths, k, device):
 def test_builder_takes_256_requests(device):
     scores = -torch.rand(256, 7, 8, generator=torch.Generator().manual_seed(4))
     check_against_heap(scores.sort(dim=-1, descending=True).values, 16, device=device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "b, depths, k, n",
+    [
+        (256, 7, 32, 32),
+        (256, 7, 15, 16),
+        (128, 15, 63, 64),
+        (32, 31, 64, 128),
+        (256, 3, 4, 15),
+        (256, 5, 3, 47),
+        (64, 4, 9, 127),
+    ],
+)
+def test_builder_equals_cpu_on_gpu(b, depths, k, n, kind):
+    """All outputs, bit for bit; with a limit, with more paths than nodes; and again, as a race is not always lost."""
+    generator = torch.Generator().manual_seed(n)
+    scores = score_sheet(generator, b, depths, k, kind)
+    ids = torch.randint(0, 2**40, (b, depths, k), generator=generator)
+    root = torch.randint(0, 2**40, (b,), generator=generator)
+    on_gpu = [t.cuda() for t in (root, ids, scores)]
+    for limit, num_paths in [(-torch.inf, n), (-3.0, 128)]:
+        want = ddtree_build(root, ids, scores, n, min_log_prob=limit, num_paths=num_paths)
+        for _ in range(20):
+            got = ddtree_build(*on_gpu, n, min_log_prob=limit, num_paths=num_paths)
+            for name, g, w in zip(want._fields, got, want, strict=True):
+                assert torch.equal(g.cpu(), w), (name, limit)
 
 
 @pytest.mark.gpu
