@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The source of mla_tree_verify (plan, main and merge kernel), run on the CPU thread by thread, against the reference.
+
+on_host_verify/ stands in for csrc/arch/: warps are fibers that take turns in random order, copies land as late as their
+barrier allows, matrix fragments are exchanged as on the GPU. It finds wrong results, barriers that are never
+completed, and races that some order of the warps shows. It says nothing about speed or about ptxas.
+"""
+
+import ctypes
+import dataclasses
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from kernels.cases import CASES, make_inputs
+
+from sgl_kernel_sm120 import MaskLayout, mla_tree_verify_reference
+
+ON_HOST = Path(__file__).parent / "on_host_verify"
+CSRC = Path(__file__).parents[2] / "sgl-kernel-sm120" / "csrc"
+NAMES = [
+    "ragged",
+    "bits-random",
+    "fp8-scales",
+    "growing",
+    "empty-and-short",
+    "tiny-values",
+    "index-int32-indptr-int64-split",
+]
+BY_NAME = {case.name: case for case in CASES}
+P, I32, I64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+
+
+class Params(ctypes.Structure):
+    """MlaTreeVerifyParams of csrc/params.h."""
+
+    _fields_ = [
+        *[
+            (n, P)
+            for n in ("q", "kv_cache", "kv_indptr", "kv_indices", "draft_slots", "tree_mask", "mask_indptr", "plan")
+        ],
+        *[(n, P) for n in ("out", "lse", "workspace", "status")],
+        *[(n, I64) for n in ("q_stride_b", "q_stride_s", "q_stride_h", "kv_stride", "num_slots", "num_indices")],
+        *[(n, I64) for n in ("mask_bytes", "workspace_bytes", "plan_ints")],
+        *[(n, I32) for n in ("b", "s_q", "h_q", "page_size", "num_sms", "mask_layout")],
+        *[(n, ctypes.c_bool) for n in ("kv_is_fp8", "indptr_is_64", "indices_are_64")],
+        *[(n, ctypes.c_float) for n in ("score_scale", "logit_cap", "v_scale")],
+    ]
+
+
+class PlanParams(ctypes.Structure):
+    """MlaTreeVerifyPlanParams of csrc/params.h."""
+
+    _fields_ = [
+        *[("kv_indptr", P), ("plan", P), ("num_indices", I64), ("plan_ints", I64)],
+        *[(n, I32) for n in ("b", "s_q", "h_q", "num_sms")],
+        *[("indptr_is_64", ctypes.c_bool), ("has_draft_slots", ctypes.c_bool)],
+    ]
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    path = tmp_path_factory.mktemp("on_host_verify") / "verify.so"
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-Wall",
+        "-Werror",
+        "-Wno-unknown-pragmas",
+        "-fno-extern-tls-init",
+        "-shared",
+        "-fPIC",
+    ]
+    subprocess.run(
+        ["g++", *flags, f"-I{ON_HOST}", f"-I{CSRC}", str(ON_HOST / "kernel.cpp"), "-o", str(path)], check=True
+    )
+    loaded = ctypes.CDLL(str(path))
+    loaded.host_workspace_bytes.restype = loaded.host_plan_ints.restype = I64
+    sizes = (ctypes.c_int * 2)()
+    loaded.host_sizes(sizes)
+    assert list(sizes) == [ctypes.sizeof(Params), ctypes.sizeof(PlanParams)]
+    return loaded
+
+
+def aligned(size: int) -> torch.Tensor:
+    """uint8 [size], all 0xff (NaN in fp16 and fp32), 16-byte aligned."""
+    storage = torch.full((size + 16,), 0xFF, dtype=torch.uint8)
+    return storage[-storage.data_ptr() % 16 :][:size]
+
+
+def pointer(tensor):
+    return tensor.data_ptr() if tensor is not None and tensor.numel() else None
+
+
+def run(library, case, num_sms: int, seed: int):
+    """-> out [b, s_q, h_q, 512], lse [b, s_q, h_q], status, the arguments of the call."""
+    a = make_inputs(case).arguments
+    q, cache, indptr, indices = a["q"], a["kv_cache"], a["kv_indptr"], a["kv_indices"]
+    b, s_q, h_q, _ = q.shape
+    workspace = aligned(library.host_workspace_bytes(b, s_q, h_q, num_sms))
+    plan = aligned(4 * library.host_plan_ints(b))
+    out = torch.full((b, s_q, h_q, 512), math.nan, dtype=torch.bfloat16)
+    lse, status = torch.full((b, s_q, h_q), math.nan), torch.zeros(1, dtype=torch.int32)
+    wide, split = indptr.dtype == torch.int64, "draft_slots" in a
+    ints = plan.numel() // 4
+    plan_params = PlanParams(pointer(indptr), pointer(plan), indices.numel(), ints, b, s_q, h_q, num_sms, wide, split)
+    library.host_plan(ctypes.byref(plan_params))
+    mask_bytes = a["tree_mask"].numel() if case.layout == MaskLayout.FULL else 0
+    params = Params(
+        *map(pointer, (q, cache, indptr, indices)),
+        *(pointer(a.get(n)) for n in ("draft_slots", "tree_mask", "mask_indptr")), pointer(plan),
+        *map(pointer, (out, lse, workspace, status)),
+        *q.stride()[:3], cache.stride(0), cache.shape[0], indices.numel(), mask_bytes, workspace.numel(), ints,
+        b, s_q, h_q, case.page_size, num_sms, int(case.layout),
+        case.kv == "fp8", wide, indices.dtype == torch.int64,
+        a["sm_scale"] * case.k_scale, case.logit_cap, case.v_scale,
+    )  # fmt: skip
+    library.host_verify(ctypes.byref(params), ctypes.c_uint(seed))
+    return out, lse, int(status), a
+
+
+@pytest.mark.parametrize(("name", "num_sms"), [*((name, 6) for name in NAMES), ("ragged", 13)])
+def test_matches_the_reference(library, name, num_sms):
+    out, lse, status, arguments = run(library, BY_NAME[name], num_sms, seed=num_sms)
+    want, want_lse = torch.empty_like(out), torch.empty_like(lse)
+    mla_tree_verify_reference(**arguments, out=want, lse=want_lse)
+    assert status == 0
+    assert (out.double() - want.double()).norm() <= 4e-3 * want.double().norm()
+    torch.testing.assert_close(out.float(), want.float(), rtol=3e-2, atol=2e-2 * float(want.float().abs().max()))
+    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=2e-2)
+
+
+def test_the_order_of_warps_does_not_change_a_bit(library):
+    case = dataclasses.replace(BY_NAME["ragged"], prefixes=(200, 1, 40))
+    first, *others = (run(library, case, 7, seed)[0].view(torch.int16) for seed in range(4))
+    assert all(torch.equal(first, other) for other in others)
