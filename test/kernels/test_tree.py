@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernels.cases import encode_mask, make_tree
-from kernels.sheets import KINDS, score_sheet
+from kernels.sheets import KINDS, in_order, score_sheet
 
 from sgl_kernel_sm120 import (
     DraftTree,
@@ -126,9 +126,16 @@ def test_builder_is_exact_where_fp32_sums_collide(data):
 @pytest.mark.parametrize("depths, k, n", [(3, 4, 15), (4, 3, 40), (7, 8, 33), (5, 12, 64)])
 def test_builder_equals_heap_on_hostile_sheets(depths, k, n, kind):
     scores = score_sheet(torch.Generator().manual_seed(n), 12, depths, k, kind)
-    if kind == "holes":  # the heap's siblings go rank by rank: a hole is moved behind them
-        scores = scores.nan_to_num(nan=-torch.inf).sort(dim=-1, descending=True).values
-    check_against_heap(scores, n)
+    ids = torch.arange(scores.numel()).view_as(scores)
+    tree = ddtree_build(torch.full((12,), 7), ids, scores, n)
+    for r in range(12):
+        sheet = in_order(scores[r])
+        paths = heap_paths(sheet.numpy(), n - 1)
+        assert tree.path_log_probs[r, 1 : len(paths) + 1].tolist() == [weight_of(sheet, path) for path in paths]
+        real = [ids[r, d][scores[r, d] > -torch.inf].tolist() for d in range(depths)]
+        last = sorted((len(path), *path) for path in paths)
+        assert tree.tokens[r, 1 : len(paths) + 1].tolist() == [real[d - 1][path[-1]] for d, *path in last]
+        assert int(tree.used[r]) == len(paths) + 1
 
 
 @settings(deadline=None, max_examples=60)

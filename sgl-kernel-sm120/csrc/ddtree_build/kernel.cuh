@@ -18,6 +18,8 @@
 // It never weighs more than the worst of the best, so this shows as a tie, and settle_ties lists
 // that depth again, without a bound.
 //
+// All of this needs rows that are best first and not above 0; load makes others so.
+//
 // Barriers: two a round, one more where a pair outside of the bound beats the worst path of the
 // round before.
 #pragma once
@@ -67,6 +69,17 @@ __device__ __forceinline__ int32_t order_key(int depth, int number) {
   return depth << kNumberBits | number;
 }
 
+// Of one warp. No log-probability is above 0 or above that of a better rank afterwards.
+__device__ __forceinline__ void put_in_order(float* row, int num_real, int lane) {
+  __syncwarp();
+  bool is_in_order = true;
+  for (int rank = lane; rank < num_real; rank += kLanes)
+    is_in_order = is_in_order && row[rank] <= (rank > 0 ? row[rank - 1] : 0.0f);
+  if (__ballot_sync(kAll, !is_in_order) == 0 || lane > 0) return;
+  float least = 0.0f;
+  for (int rank = 0; rank < num_real; ++rank) row[rank] = least = fminf(least, row[rank]);
+}
+
 // Afterwards a row has its real ranks in front: a log-probability of -inf or NaN makes no node.
 __device__ __forceinline__ void load(SharedMemory& s, const DdtreeBuildParams& params) {
   constexpr int kIdsPerThread = (kMaxDepth * kMaxTopk + kThreads - 1) / kThreads;
@@ -95,6 +108,7 @@ __device__ __forceinline__ void load(SharedMemory& s, const DdtreeBuildParams& p
       num_real += __popc(real);
     }
     if (lane == 0) s.num_real[row] = num_real;
+    put_in_order(s.log_probs + row * kMaxTopk, num_real, lane);
   }
 #pragma unroll
   for (int i = 0; i < kIdsPerThread; ++i)
@@ -315,9 +329,10 @@ __device__ __forceinline__ int number(SharedMemory& s, const DdtreeBuildParams& 
   }
   if (path < num_paths && thread % kNodeSplit == 0) {
     const int node = before + 1, row = mine.depth - 1;
+    const int rank = s.rank_of[row * kMaxTopk + mine.rank];
     s.up[node] = static_cast<int16_t>(mine.depth == 1 ? 0 : before_parent + 1);
     s.depth[node] = static_cast<int16_t>(mine.depth);
-    s.source[node] = static_cast<int16_t>(row * params.k + s.rank_of[row * kMaxTopk + mine.rank]);
+    s.source[node] = static_cast<int16_t>(row * params.k + rank);
   }
   return num_paths + 1;
 }
@@ -330,22 +345,20 @@ __device__ __forceinline__ void write_nodes(SharedMemory& s, const DdtreeBuildPa
   if (node >= params.n) return;
   const int64_t at = int64_t{blockIdx.x} * params.n + node;
   const bool is_used = node < num_used;
-  const int parent = is_used ? s.up[node] : kUnusedParent, depth = is_used ? s.depth[node] : 0;
+  const int parent = is_used ? s.up[node] : kUnusedParent;
   const bool is_below = is_used && node > 0;
   params.tokens[at] = is_below ? s.ids[s.source[node]] : root_token;
   params.parents[at] = parent;
-  params.depth[at] = depth;
+  params.depth[at] = is_used ? s.depth[node] : 0;
   params.next_sibling[at] =
       is_below && node + 1 < num_used && s.up[node + 1] == parent ? node + 1 : kNoNode;
   if (is_below && s.up[node - 1] != parent) s.first[parent] = static_cast<int16_t>(node);
 
   uint32_t seen[kMaskWords] = {};
-  int ancestor = node;
-  for (int left = depth; left >= 0; --left) {
+  for (int ancestor = node; ancestor >= 0; ancestor = is_used ? s.up[ancestor] : kNoNode) {
 #pragma unroll
     for (int word = 0; word < kMaskWords; ++word)
       seen[word] |= ancestor / 32 == word ? 1u << (ancestor % 32) : 0;
-    if (left > 0) ancestor = s.up[ancestor];
   }
 #pragma unroll
   for (int word = 0; word < kMaskWords; ++word) s.seen[node][word] = seen[word];

@@ -49,7 +49,8 @@ def ddtree_build(root, ids, log_probs, num_nodes, *, min_log_prob=float("-inf"),
     root int64 [b]; ids int64 and log_probs fp32 [b, D, K]: the K best tokens of each of D positions, best first. The
     weight of a path is the fp32 sum of its log-probabilities, added from the root down. Of equal weights the shorter
     path wins, then the lexicographically smaller rank path. A token of log-probability -inf or NaN never becomes a
-    node, nor does a path below min_log_prob; the root always is one.
+    node, nor does a path below min_log_prob; the root always is one. A log-probability above 0, or above that of a
+    better rank, counts as 0 or as that one: so a parent is never less probable than its child.
 
     path_log_probs has num_paths columns (num_nodes by default, and at least): the weights of the root and the most
     probable paths, whether they became nodes or not. They tell what a larger tree would bring.
@@ -169,7 +170,9 @@ def _beams(ids, log_probs, width):
     """
     b, max_depth, k = ids.shape
     minus_inf = float("-inf")
-    log_probs = torch.where(log_probs > minus_inf, log_probs, minus_inf)  # NaN too
+    is_real = log_probs > minus_inf  # NaN is not
+    in_order = torch.where(is_real, log_probs, 0.0).clamp(max=0.0).cummin(dim=-1).values
+    log_probs = torch.where(is_real, in_order, minus_inf)
     beam = torch.full((b, width), minus_inf, device=ids.device)
     beam[:, 0] = 0.0
     weights, tokens, parents = [], [], []
