@@ -290,6 +290,26 @@ def test_every_flag_that_is_named_exists(pinned):
         assert named - known == set(), document
 
 
+# Of pip, docker and nvidia-smi.
+IN_REMEDIES = {"--force-reinstall", "--no-deps", "--shm-size", "--ipc", "--query-gpu", "--format"}
+
+
+def test_every_flag_that_the_kit_advises_exists(pinned):
+    """What a remedy names, the kit's own parser or the server takes."""
+    from sglang.kdtree.cli import build_parser
+
+    def flags_of(parser):
+        for action in parser._actions:
+            yield from action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                for sub in action.choices.values():
+                    yield from flags_of(sub)
+
+    known = server_fields(pinned) | set(flags_of(build_parser())) | IN_REMEDIES
+    for path in (ROOT / "python/sglang/kdtree").rglob("*.py"):
+        assert set(FLAG.findall(path.read_text())) <= known, path
+
+
 def test_the_bump_that_was_tried_is_told_as_it_was():
     record = json.loads((ROOT / "docs" / "bump-0.5.23.json").read_text())
     text = (ROOT / "docs" / "edits.md").read_text()
@@ -337,3 +357,11 @@ def test_the_messages_of_the_faq_are_messages_of_the_code(pinned):
     for quote in quoted:
         parts = [part.strip(" ,=") for part in quote.split("...") if part.strip(" ,=")]
         assert quote in PYTHONS_OWN or all(part in said for part in parts), quote
+
+
+def test_the_first_hour_is_told_as_it_was():
+    record = json.loads((ROOT / "docs" / "first-hour.json").read_text())
+    text = (ROOT / "docs" / "first-hour.md").read_text()
+    for step in record["steps"]:
+        assert re.search(rf"^\| `{re.escape(step['command'])}`.* \| {step['seconds']} \|$", text, re.MULTILINE), step
+        assert step["exit"] == 0
