@@ -60,7 +60,7 @@ def server(configuration, models, plugin, servers):
     return servers.get(
         [
             "--model-path", str(directory / "target"), "--device", "cpu", "--dtype", "float32",
-            "--max-total-tokens", "8192", "--attention-backend", "kdtree_sm120",
+            "--sleep-on-idle", "--max-total-tokens", "8192", "--attention-backend", "kdtree_sm120",
             *speculative("DDTREE", directory / "drafter"), "--page-size", str(page_size),
             "--speculative-num-draft-tokens", str(num_nodes), *([] if overlap else ["--disable-overlap-schedule"]),
         ],
