@@ -77,6 +77,7 @@ __device__ __forceinline__ void put_in_order(float* row, int num_real, int lane)
     is_in_order = is_in_order && row[rank] <= (rank > 0 ? row[rank - 1] : 0.0f);
   if (__ballot_sync(kAll, !is_in_order) == 0 || lane > 0) return;
   float least = 0.0f;
+#pragma unroll 1
   for (int rank = 0; rank < num_real; ++rank) row[rank] = least = fminf(least, row[rank]);
 }
 
