@@ -194,3 +194,12 @@ def test_caches_of_tools_are_no_files_of_ours(small):
     for name in ("srt/.ruff_cache/0.15.1/123", "srt/__pycache__/ours.cpython-311.pyc", ".hidden.py"):
         small.own(name, "")
     assert small.plan().own == before
+
+
+def test_the_constraints_allow_either_build_of_torch():
+    """Without PyTorch's CPU index pip finds the CUDA build alone, whose metadata names one Triton."""
+    asked_by_the_cuda_build = {"2.13.0": "3.7.1"}
+    lines = (plan.FORK / "constraints-cpu.txt").read_text().splitlines()
+    given = {r.name: r.specifier for r in (Requirement(line) for line in lines if line and line[0] != "#")}
+    (torch,) = [version for version in asked_by_the_cuda_build if version in given["torch"]]
+    assert str(given["torch"]) == f"=={torch}" and asked_by_the_cuda_build[torch] in given["triton"]
