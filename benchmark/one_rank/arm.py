@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from .breakdown import collective_times, kernel_times
+from .breakdown import collective_times, kernel_times, whole_steps
 from .seed import TOKENS_VARIABLE, path_ids, plugin_folder
 from .shapes import ACCEPT_LENGTHS, ARMS, SCALES, Run, engine_arguments
 
@@ -186,7 +186,8 @@ def measure(engine, task: Task, context: int, path: list[int], vocab: int, befor
 
 def profile(engine, prompt: list[int], ranks: int) -> dict[str, dict]:
     """kernels_us: microseconds a step by kind of kernel, of PROFILED_STEPS on their own, on rank 0; profiling slows
-    what it watches. Of several ranks also collectives: see collective_times."""
+    what it watches. profiled_steps: whole steps that were seen, 0 = the trace was not cut. Of several ranks also
+    collectives: see collective_times."""
     with tempfile.TemporaryDirectory() as folder:
         # By stage: the prefill of the prompt's tail would be most of what is seen. It stops by itself.
         engine.start_profile(
@@ -196,7 +197,7 @@ def profile(engine, prompt: list[int], ranks: int) -> dict[str, dict]:
         traces = traces_by_rank(Path(folder))
         if sorted(traces) != list(range(ranks)):
             raise ValueError(f"traces of decode steps of ranks {sorted(traces)}, expected of {ranks}")
-        found = {"kernels_us": kernel_times([traces[0]], steps=PROFILED_STEPS)}
+        found = {"kernels_us": kernel_times(traces[0], steps=PROFILED_STEPS), "profiled_steps": whole_steps(traces[0])}
         if ranks > 1:
             found["collectives"] = collective_times([traces[r] for r in range(ranks)], steps=PROFILED_STEPS)
         return found

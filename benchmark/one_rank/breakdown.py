@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
+import collections
 import gzip
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # The first pattern that is found in a kernel's name decides.
 KINDS: tuple[tuple[str, str], ...] = (
@@ -22,7 +22,9 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("matrix products", r"gemm|cutlass|cublas|nvjet|splitk|ampere_|sm90_xmma|sm80_xmma|matmul"),
     ("norms and rotary", r"norm|rotary|rope|silu|act_and_mul"),
 )
-OTHER = "other"
+OTHER, IDLE, GAPS = "other", "idle", "gaps in graphs"
+GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+MIN_REPLAY = 8  # kernels of the smallest graph that may be a target's
 
 
 def kind_of(name: str) -> str:
@@ -38,16 +40,73 @@ def kernels_of(path: Path) -> list[tuple[float, float, str]]:
     return sorted((e["ts"], e["dur"], e["name"]) for e in events if e.get("cat") == "kernel" and e.get("ph") == "X")
 
 
-def kernel_times(traces: Iterable[Path], *, steps: int) -> dict[str, float]:
-    """Microseconds a step by kind, and ``idle``: the time between the first and the last kernel that none filled."""
-    spans = [span for path in traces for span in kernels_of(path)]
-    totals: dict[str, float] = {}
-    for _, duration, name in spans:
-        kind = kind_of(name)
-        totals[kind] = totals.get(kind, 0.0) + duration
-    if spans:
-        busy = covered(spans)
-        totals["idle"] = max(s + d for s, d, _ in spans) - min(s for s, _, _ in spans) - busy
+class Work(NamedTuple):
+    """A kernel, a copy or a fill on the GPU; microseconds."""
+
+    start: float
+    end: float
+    name: str
+    launch: int | None  # the same for all that one call started: a replayed graph's
+
+
+def work_of(path: Path) -> list[Work]:
+    opened = gzip.open(path, "rt") if path.suffix == ".gz" else open(path)
+    with opened as file:
+        events = json.load(file)["traceEvents"]
+    return sorted(
+        Work(e["ts"], e["ts"] + e["dur"], e["name"], e.get("args", {}).get("correlation"))
+        for e in events if e.get("cat") in GPU_WORK and e.get("ph") == "X"
+    )  # fmt: skip
+
+
+def step_starts(work: list[Work]) -> list[float]:
+    """Where each replay of the step's largest graph, the target's, begins; none where no graph was replayed. One that
+    began before the profile did is left out. Of a captured step the rest, eager or in the drafter's graph, lies
+    between two of them."""
+    sizes = collections.Counter(item.launch for item in work if item.launch is not None)
+    largest = max(sizes.values(), default=0)
+    if largest < MIN_REPLAY:
+        return []
+    replays = {launch for launch, size in sizes.items() if size > 0.9 * largest}
+    starts: dict[int, float] = {}
+    for item in work:
+        if item.launch in replays:
+            starts.setdefault(item.launch, item.start)
+    return sorted(starts.values())
+
+
+def whole_steps(path: Path) -> int:
+    """Steps of a trace between two replays of the target's graph."""
+    return max(0, len(step_starts(work_of(path))) - 1)
+
+
+def kernel_times(path: Path, *, steps: int) -> dict[str, float]:
+    """Microseconds a step by kind; ``gaps in graphs``: between two kernels of a replay; ``idle``: other time that no
+    work filled. They add up to the step's time.
+
+    Of the steps from one replay of the target's graph to another, and so without the prefill that was still running
+    when the profile began; of the whole trace over ``steps`` where there are none. A kernel may be on the GPU before
+    the one ahead of it has ended, and waits for it then: that time counts for the one ahead.
+    """
+    work = work_of(path)
+    if not work:
+        return {}
+    starts = step_starts(work)
+    if len(starts) > 1:
+        begin, end, steps = starts[0], starts[-1], len(starts) - 1
+    else:
+        begin, end = work[0].start, max(item.end for item in work)
+    totals: dict[str, float] = collections.defaultdict(float)
+    done, last = begin, None
+    for item in work:
+        start, stop = max(item.start, begin), min(item.end, end)
+        if stop <= done:
+            continue
+        if start > done:
+            totals[GAPS if item.launch is not None and item.launch == last else IDLE] += start - done
+        totals[kind_of(item.name)] += stop - max(start, done)
+        done, last = stop, item.launch
+    totals[IDLE] += end - done
     return {kind: round(total / steps, 2) for kind, total in sorted(totals.items())}
 
 
@@ -97,12 +156,3 @@ def collective_times(traces: list[Path], *, steps: int) -> dict[str, Any]:
         "order": order,
         "waiting_each_us": each,
     }
-
-
-def covered(spans: list[tuple[float, float, str]]) -> float:
-    """Length of the union; kernels of two streams overlap."""
-    total, end = 0.0, float("-inf")
-    for start, duration, _ in sorted(spans):
-        total += max(0.0, start + duration - max(end, start))
-        end = max(end, start + duration)
-    return total

@@ -140,7 +140,7 @@ def profile(url: str, shape: dict[str, int]) -> dict:
         if sorted(traces) != list(range(RANKS)):
             raise ValueError(f"traces of decode steps of ranks {sorted(traces)}")
         found = collective_times([traces[rank] for rank in range(RANKS)], steps=PROFILED_STEPS)
-        kernels = kernel_times([traces[0]], steps=PROFILED_STEPS)
+        kernels = kernel_times(traces[0], steps=PROFILED_STEPS)
     return {"collectives": found, "kernels_us": kernels, "waiting": waiting_by_layer(found, shape)}
 
 

@@ -217,9 +217,66 @@ def test_kernels_are_counted_by_kind_and_gaps_as_idle(tmp_path):
     path = tmp_path / "trace.json.gz"
     with gzip.open(path, "wt") as file:
         json.dump({"traceEvents": events}, file)
-    assert breakdown.kernel_times([path], steps=2) == {
-        "attention": 20.0, "experts": 10.0, "idle": 15.0, "matrix products": 15.0, "other": 5.0
+    # What runs while another does counts for the one ahead; there is no graph, so the trace is not cut.
+    assert breakdown.kernel_times(path, steps=2) == {
+        "attention": 20.0, "experts": 10.0, "idle": 15.0, "matrix products": 15.0
     }  # fmt: skip
+    assert breakdown.whole_steps(path) == 0
+
+
+def test_a_profile_is_cut_to_whole_steps(tmp_path):
+    """A prefill that the profile's start met, then four replays of the target's graph, the first seen in part, and the
+    drafter's graph and an eager kernel between them."""
+    events, now, launch = [], 0.0, itertools.count(1)
+
+    def add(name, duration, of, gap=0.0, cat="kernel"):
+        nonlocal now
+        events.append({
+            "ph": "X", "cat": cat, "name": name, "ts": now + gap, "dur": duration, "args": {"correlation": of}
+        })  # fmt: skip
+        now += gap + duration
+
+    for _ in range(100):
+        add("_fwd_kernel", 5000, next(launch))
+    for replay in range(4):
+        of = next(launch)
+        for layer in range(4 if replay == 0 else 10):
+            add("mla_tree_verify_kernel", 30, of, gap=2.0 if layer else 0.0)
+            add("nvjet_gemm", 60, of)
+        add("ddtree_build_kernel", 7, next(launch), gap=40.0)
+        add("Memcpy DtoD", 3, next(launch), cat="gpu_memcpy")
+        of = next(launch)
+        for _ in range(3):
+            add("_fwd_kernel", 20, of)
+    found = breakdown.kernel_times(trace_of(events, tmp_path), steps=5)
+    assert breakdown.whole_steps(tmp_path / "t.json") == 2
+    assert found == {
+        "attention": 300.0, "extend attention": 60.0, "gaps in graphs": 18.0, "idle": 40.0, "matrix products": 600.0,
+        "other": 3.0, "tree": 7.0,
+    }  # fmt: skip
+
+
+def test_a_kernel_that_waits_for_the_one_ahead_of_it_adds_no_time(tmp_path):
+    """As with programmatic dependent launches: on the GPU early, done only after its predecessor."""
+    events = []
+    for replay in range(3):
+        for i in range(10):
+            kernel = {
+                "ph": "X",
+                "cat": "kernel",
+                "name": "rmsnorm" if i % 2 else "nvjet",
+                "args": {"correlation": replay},
+            }
+            begin = 100.0 * i if i % 2 == 0 else 100.0 * (i - 1) + 5
+            events.append(kernel | {"ts": 1000.0 * replay + begin, "dur": 100.0 * (i + 1) - begin})
+    found = breakdown.kernel_times(trace_of(events, tmp_path), steps=5)
+    assert found == {"idle": 0.0, "matrix products": 500.0, "norms and rotary": 500.0}
+
+
+def trace_of(events, folder):
+    path = folder / "t.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    return path
 
 
 class Profiled:
@@ -235,7 +292,8 @@ class Profiled:
         self.generated = sampling_params["max_new_tokens"]
         for stage, rank in itertools.product(self.stages, range(self.ranks)):
             duration = 100 * len(stage) + 50 * rank
-            events = [{"ph": "X", "cat": "kernel", "name": self.kernel, "ts": 0, "dur": duration}] * arm.PROFILED_STEPS
+            kernel = {"ph": "X", "cat": "kernel", "name": self.kernel, "dur": duration}
+            events = [kernel | {"ts": 1000 * i} for i in range(arm.PROFILED_STEPS)]
             with gzip.open(Path(self.asked["output_dir"]) / f"1-TP-{rank}-{stage}.trace.json.gz", "wt") as file:
                 json.dump({"traceEvents": events}, file)
         yield {"meta_info": {"completion_tokens": self.generated}}
