@@ -741,4 +741,9 @@ def test_the_start_up_line_says_what_runs_and_that_no_gpu_has(monkeypatch, caplo
         "page size 1",
     ):
         assert part in line
-    assert "not run on a GPU yet" in line
+    assert line.endswith("page size 1.")
+
+
+def test_the_start_up_line_names_a_gpu_on_which_this_form_has_not_run():
+    assert kdtree_triton_serving.status_on("sm_90") == ""
+    assert kdtree_triton_serving.status_on("sm_120") == "; this form has run on sm_90 only, not on sm_120 yet"

@@ -2,10 +2,10 @@
 """kdtree_sm120 over the stock Triton backend: TARGET_VERIFY and plain DECODE of MLA
 layers run on sgl_kernel_sm120, eager and captured; the rest is inherited.
 
-What has run where: this form has not run on a GPU yet. It has run on a CPU, where
-TRITON_INTERPRET=1 interprets the stock kernels and the op takes its torch form. Graph
-capture and replay have been imitated there (static buffers filled for other batches),
-not run.
+What has run where: this form has served through the real Engine on an H200 (sm_90), with
+graphs and without. On sm_120 it is compiled only. On a CPU TRITON_INTERPRET=1 interprets
+the stock kernels and the op takes its torch form; capture and replay are imitated there
+(static buffers filled for other batches).
 
 kdtree_triton_serving has the lists, the plan and the static buffers of a step,
 kdtree_triton_masks the tree mask, kdtree_serving the choice of kernel for each layer.

@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GPU_STATUS = "this CUDA form has not run on a GPU yet"
+# Architectures on which this form has served through the real Engine, with graphs and
+# without (benchmark/backend_e2e.py). On others its kernels are compiled, no more.
+SERVED_ON = ("sm_90",)
 
 
 class GraphBuffers(msgspec.Struct, frozen=True):
@@ -92,15 +94,16 @@ class KDTreeTritonServing(KDTreeServing, TritonAttnBackend):
     def log_start(self, facts: str) -> None:
         """On every rank: when the backend is made, and again with its graph buffers."""
         info = build_info()
-        kernel = f"sgl_kernel_sm120 {info['version']}"
+        kernel, status = f"sgl_kernel_sm120 {info['version']}", ""
         if torch.device(self.device).type == "cuda":
-            major, minor = torch.cuda.get_device_capability(self.device)
-            kernel += f" on sm_{major}{minor} (built for {' '.join(info['archs'])})"
+            arch = "sm_%d%d" % torch.cuda.get_device_capability(self.device)
+            kernel += f" on {arch} (built for {' '.join(info['archs'])})"
+            status = status_on(arch)
         else:
             kernel += " in torch"
         logger.info(
             "kdtree_sm120 %sover Triton, tp rank %d: verify %s, %s, %s, graph buffers "
-            "%.1f MB, page size %d; %s.",
+            "%.1f MB, page size %d%s.",
             f"{self.part} " if self.part else "",
             get_parallel().tp_rank,
             self.mode,
@@ -108,7 +111,7 @@ class KDTreeTritonServing(KDTreeServing, TritonAttnBackend):
             facts,
             self.graph_bytes / 1e6,
             self.page_size,
-            GPU_STATUS,
+            status,
         )
 
     # Lists and plan.
@@ -276,6 +279,13 @@ class KDTreeTritonServing(KDTreeServing, TritonAttnBackend):
 
     def init_graph_masks(self, max_bs: int) -> None:
         pass
+
+
+def status_on(arch: str) -> str:
+    """The end of a start-up line on a GPU of this architecture."""
+    if arch in SERVED_ON:
+        return ""
+    return f"; this form has run on {', '.join(SERVED_ON)} only, not on {arch} yet"
 
 
 def plan_size(batch: int, width: int, num_heads: int, device: torch.device) -> int:
