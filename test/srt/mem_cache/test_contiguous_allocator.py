@@ -2,6 +2,7 @@
 """Tier 0: what is handed out, what it costs, and that nothing is lost."""
 
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -218,9 +219,24 @@ def test_a_prefill_leaves_a_reserve_of_what_the_cache_could_give(full):
     full.start([50] * 20)
     unheld = full.allocator.available_size() + full.tree.evictable_size()
     assert full.pool.size - 40 < unheld < full.pool.size
-    assert full.allocator.available_size() >= int(unheld * FREE_RESERVE)
+    assert full.allocator.available_size() >= int(full.pool.size * FREE_RESERVE)
     assert full.tree.evictable_size() > unheld / 2, "and no more than that"
     full.check_all()
+
+
+def test_the_reserve_is_at_most_half_of_what_no_request_holds(full):
+    allocator, tree, asked = full.allocator, full.tree, []
+    for held in range(1, 7):
+        assert full.start([50 + held] * 36) is not None
+        allocator.create_prefill_budget(tree)
+        with mock.patch.object(tree, "evict_for_alloc", lambda params: asked.append(params.num_tokens)):
+            allocator.evict_to_free_tokens(tree, 12)
+        free = allocator.available_size()
+        half = (free + tree.evictable_size() - 12) // 2
+        short = 12 + min(full.pool.size // 8, half) - free
+        assert asked == [short] * (short > 0)
+        asked.clear()
+    assert half < full.pool.size // 8
 
 
 def test_a_decode_step_evicts_what_it_needs(full):

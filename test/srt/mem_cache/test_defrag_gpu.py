@@ -31,7 +31,7 @@ PLACE = {
 }
 COMMON = [
     *("--model-path", str(MODELS / "target"), "--attention-backend", "kdtree_sm120", "--sampling-backend", "pytorch"),
-    *("--max-total-tokens", "3072", "--max-running-requests", "12", "--enable-metrics", "--random-seed", "1"),
+    *("--max-total-tokens", "3072", "--max-running-requests", "4", "--enable-metrics", "--random-seed", "1"),
     *speculative("DDTREE"),
     *("--speculative-num-draft-tokens", "16"),
 ]

@@ -28,7 +28,14 @@ COMMON = [
     "12",
     "--enable-metrics",
 ]
-DDTREE = [*speculative("DDTREE"), "--speculative-num-draft-tokens", "16"]
+DDTREE = [
+    *speculative("DDTREE"),
+    "--speculative-num-draft-tokens",
+    "16",
+    # Requests that hold nearly all of the pool leave no run to move to.
+    "--max-running-requests",
+    "4",
+]
 TP2 = ["--tp-size", "2", "--enable-metrics-for-all-schedulers"]
 # Upstream's two looks at the owners of all slots after each step, and ours.
 STRICT = {

@@ -27,11 +27,11 @@ from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.defrag.slot_runs import arrange, bring_forward, longest_runs
 from sglang.srt.utils import get_num_new_pages
 
-# Share of the slots that no request holds which are free, not cached, after a prefill.
-# With a prefix cache the pool is full of evictable slots, and the free set is what was
-# evicted a moment ago: without a reserve there is nothing to choose from, and crumbs
-# are handed out before their neighbours come back.
-FREE_RESERVE = 1 / 6
+# Share of the pool that a prefill leaves free, and at most half of the slots that no
+# request holds. With a prefix cache the pool is full of evictable slots, and the free
+# set is what was evicted a moment ago: without a reserve there is nothing to choose
+# from, and crumbs are handed out before their neighbours come back.
+FREE_RESERVE = 1 / 8
 # Decode steps whose slots are laid out at once. Of 16, 32 and 64 the churn benchmark
 # left the fewest runs at 32, and the most whole blocks.
 STRIPE_STEPS = 32
@@ -328,7 +328,8 @@ class _OverFreeRuns:
             and tree_cache.supports_prefix_sharing()
         ):
             unheld = self.available_size() + tree_cache.evictable_size()
-            num_tokens += int(max(0, unheld - num_tokens) * FREE_RESERVE)
+            rest = max(0, unheld - num_tokens)
+            num_tokens += min(int(self.size * FREE_RESERVE), rest // 2)
         return super().evict_to_free_tokens(tree_cache, num_tokens)
 
     def _prepare_prefill(self, num_units: int) -> None:

@@ -72,10 +72,15 @@ def short_spans(
 
 
 class _Targets:
-    """The free runs, as they are used up."""
+    """The free runs, as they are used up.
+
+    The allocator hands out the front of the list, under overlap also between the
+    snapshot and the loan. So of the run at the front the end is taken.
+    """
 
     def __init__(self, runs: Sequence[FreeRun]):
         self.runs = [run for run in runs if run.length > 0]
+        self.front = min((run.position for run in self.runs), default=-1)
 
     def take(self, *, need: int, after: int, block: int) -> Optional[FreeRun]:
         """A target of at most ``need`` units and at least ``block``: the run right
@@ -83,7 +88,11 @@ class _Targets:
         usable = [i for i, run in enumerate(self.runs) if run.length >= block]
         if not usable:
             return None
-        behind = [i for i in usable if self.runs[i].start == after + 1]
+        behind = [
+            i
+            for i in usable
+            if self.runs[i].start == after + 1 and self.runs[i].position != self.front
+        ]
         fitting = [i for i in usable if self.runs[i].length >= need]
         if behind:
             index = behind[0]
@@ -92,13 +101,13 @@ class _Targets:
         else:
             index = max(usable, key=lambda i: (self.runs[i].length, -i))
         run = self.runs[index]
-        taken = run._replace(length=min(need, run.length))
-        self.runs[index] = FreeRun(
-            run.position + taken.length,
-            run.start + taken.length,
-            run.length - taken.length,
-        )
-        return taken
+        size = min(need, run.length)
+        rest = run.length - size
+        if run.position == self.front:
+            self.runs[index] = run._replace(length=rest)
+            return FreeRun(run.position + rest, run.start + rest, size)
+        self.runs[index] = FreeRun(run.position + size, run.start + size, rest)
+        return run._replace(length=size)
 
 
 def make_plan(
