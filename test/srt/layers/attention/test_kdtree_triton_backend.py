@@ -36,6 +36,7 @@ from sglang.srt.layers.attention import (
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.layers.attention.kdtree_metadata import full_mask, visible_of_full_mask
 from sglang.srt.layers.attention.kdtree_triton_serving import tensor_bytes
+from sglang.srt.layers.attention.kdtree_verify import VerifyErrors
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -594,6 +595,46 @@ def test_fp8_rows_are_scaled_on_the_way_in_and_out(monkeypatch, stock, both):
         )  # fmt: skip
         found = out[i * N : (i + 1) * N].double()
         torch.testing.assert_close(found, expected.flatten(1), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_with_fp8_kv_both_kernels_are_compared_on_rounded_rows(monkeypatch, scaled):
+    """The stock kernel reads a step's rows as they come; what it makes of them is returned, not compared."""
+    backend = make_backend(monkeypatch, mode="validate", kv_dtype=torch.float8_e4m3fn)
+    pool, rows, prefixes = backend.token_to_kv_pool, [3, 1], [5, 2]
+    layer = make_layer(NUM_HEADS, 1, 576, 512)
+    scales = (0.5, 0.25) if scaled else (1.0, 1.0)
+    if scaled:
+        layer.k_scale, layer.k_scale_float = torch.tensor(0.5), 0.5
+        layer.v_scale, layer.v_scale_float = torch.tensor(0.25), 0.25
+
+    def stock(self, q, k, v, layer, forward_batch, save_kv_cache=True, **options):
+        if save_kv_cache:
+            self.write_latent(layer, forward_batch, k, v)
+        out = torch.zeros(2 * N, NUM_HEADS * 512)
+        for i, (row, prefix) in enumerate(zip(rows, prefixes, strict=True)):
+            own = slice(i * N, (i + 1) * N)
+            cached = pool.keys[self.req_to_token[row, :prefix].long()].float()
+            found = naive_attention(
+                q[own].view(N, NUM_HEADS, 576), torch.cat([cached * scales[0], k[own]]),
+                torch.cat([cached[..., :512] * scales[1], v[own]]),
+                lambda a, j, p=prefix: j < p or bool(TREE[a, j - p]), scaling=layer.scaling,
+            )  # fmt: skip
+            out[own] = found.flatten(1).float()
+        return out
+
+    monkeypatch.setattr(TritonAttnBackend, "forward_extend", stock)
+    batch = batch_of(rows, prefixes, tree_apart(TREE.expand(2, N, N), None, None), table=backend.req_to_token)
+    backend.init_forward_metadata(batch)
+    generator = torch.Generator().manual_seed(5)
+    q = 4 * torch.randn(2 * N, NUM_HEADS * 576, generator=generator)  # sharp: a rounded key moves the weights
+    k = torch.randn(2 * N, 1, 576, generator=generator)
+    out = backend.forward_extend(q, k, k[..., :512], layer, batch)
+    (errors, *_) = VerifyErrors.summary(backend.validation.errors.counters)
+    assert errors.rows == 2 * N and errors.mismatches == 0 and errors.max_rel < 1e-4
+    assert torch.equal(out, stock(backend, q, k, k[..., :512], layer, batch, save_kv_cache=False))
+    held = backend.verifier.run(backend.step, q, pool.keys, layer)
+    assert (held - out).abs().max() > 0.02 * out.abs().max()  # what would have been compared
 
 
 def test_a_tree_never_goes_to_triton_without_its_mask(monkeypatch, stock):

@@ -130,8 +130,9 @@ class KDTreeServing:
 
         ``stock`` is the same method of the stock backend.
         """
+        method = stock
         stock = functools.partial(
-            stock, q, k, v, layer, forward_batch, save_kv_cache, **options
+            method, q, k, v, layer, forward_batch, save_kv_cache, **options
         )
         if self.mode == "off" or not self.serves(forward_batch.forward_mode):
             return stock()
@@ -146,11 +147,23 @@ class KDTreeServing:
         flat_q = q.reshape(-1, layer.tp_q_head_num * QK_HEAD_DIM)
         kv_cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         if self.mode == "validate":
+            compared = None
+            if (
+                kv_cache.dtype.itemsize == 1
+                and not forward_batch.forward_mode.is_decode()
+            ):
+                # The stock kernel reads the rows of this step before they are rounded
+                # to fp8, ours after. Compare what both make of the same numbers.
+                held = as_fp8_cache_holds(layer, k, v, kv_cache.dtype)
+                compared = method(q, *held, layer, forward_batch, False, **options)
+                compared = compared.clone()  # the next call may have the same output
             reference = stock()  # writes the KV
+            if compared is None:
+                compared = reference
             ours = self.verifier.run(
                 self.step, flat_q, kv_cache, layer, workspace=self.workspace
             )
-            self.validation.compare(layer, self.step, flat_q, kv_cache, ours, reference)
+            self.validation.compare(layer, self.step, flat_q, kv_cache, ours, compared)
             return reference
         if save_kv_cache:
             self.write_latent(layer, forward_batch, k, v)
@@ -192,6 +205,19 @@ class KDTreeServing:
             )
         self.fallbacks[what] = self.fallbacks.get(what, 0) + 1
         self.metrics.fell_back(reason or what)
+
+
+def as_fp8_cache_holds(
+    layer: RadixAttention, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """k and v as a kernel reads them from an MLA cache of this dtype: v is a part of
+    k's row there, and only both scales together are applied."""
+    rows = k if layer.k_scale is None else k / layer.k_scale
+    rows = rows.to(dtype).to(k.dtype)
+    values = rows[..., : v.shape[-1]]
+    if layer.k_scale is None or layer.v_scale is None:
+        return rows, values
+    return rows * layer.k_scale_float, values * layer.v_scale_float
 
 
 def reason_unserved_layer(layer: RadixAttention) -> Optional[str]:
