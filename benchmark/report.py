@@ -243,6 +243,9 @@ def one_rank_header(data: dict) -> str:
         f"{h['commit'][:12]}. {model['num_hidden_layers']} layers, {model['num_attention_heads']} heads a rank, one "
         f"request. The drafter of DFLASH and DDTREE sees {seen}. "
         f"Versions: {', '.join(f'{name} {v}' for name, v in h['versions'].items() if v)}."
+    ) + "".join(
+        f" Of {call['date'][:10]}, commit {call['commit'][:12]}: {', '.join(call['made'])}."
+        for call in h.get("runs", [])
     )
 
 
