@@ -233,7 +233,6 @@ RUN_BY = {
     "python benchmark/kernels/bench_mla_tree_verify.py": "benchmark/test_bench_cli.py (--list)",
     "python benchmark/kernels/bench_ddtree.py": "benchmark/test_run_gpu.py (bench_ddtree)",
     "python benchmark/backend_e2e.py": "benchmark/test_backend_e2e.py (backend_e2e)",
-    "python benchmark/merge_results.py": "benchmark/test_merge_results.py (merge_results)",
     "python benchmark/pack_gpu.py": "benchmark/test_pack.py (pack_gpu)",
     "bash benchmark/run_gpu.sh": "benchmark/test_run_gpu.py (run_gpu.sh)",
     "python benchmark/merge_results.py": "benchmark/test_merge_results.py (merge_results)",
