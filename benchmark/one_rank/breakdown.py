@@ -15,7 +15,7 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("collectives", r"nccl|all_?reduce|all_?gather|reduce_?scatter|one_?shot|two_?shot|multimem"),
     ("lists and masks", r"kv_indices|req_to_token|scatter|gather|index|cumsum|scan|verify_plan|mask"),
     # Upstream's kernel of several rows a request; in the steps of arms on kdtree_sm120 the drafter's alone.
-    ("extend attention", r"^_fwd_kernel|extend_attention"),
+    ("extend attention", r"^_fwd_kernel(?!_stage)|extend_attention"),
     ("attention", r"mla_tree_verify|_fwd_grouped|decode_attention|_stage[12]|flash|attn"),
     ("tree", r"ddtree|tree_accept|kv_move|topk|sort|radix"),
     ("experts", r"moe|expert|grouped_gemm|fused_moe|align_block"),
