@@ -374,7 +374,6 @@ def test_ranks_that_did_not_run_the_same_are_an_error(tmp_path, second, message)
         ("_fwd_grouped_kernel_stage1", "attention"),
         ("_fwd_kernel", "extend attention"),
         ("_fwd_kernel_stage2", "attention"),  # of plain decoding
-        ("_fwd_kernel_stage2", "attention"),
         ("mla_tree_verify_merge", "attention"),
         ("create_flashinfer_kv_indices_triton", "lists and masks"),
         ("ddtree_build_kernel", "tree"),
