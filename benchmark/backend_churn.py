@@ -45,6 +45,10 @@ LOG_INTERVAL = 10  # decode steps between two lines of the log, which are how st
 SLOT_CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
 
 
+# Requests are admitted as if they were to answer 8 tokens, so that the pool runs full.
+HASTY = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}
+
+
 def server_arguments(args: argparse.Namespace) -> list[str]:
     values = {
         "model-path": MODELS / "target", "attention-backend": "kdtree_sm120", "kdtree-verify": args.mode,
@@ -260,6 +264,8 @@ def run(args: argparse.Namespace, log: Path, deadline: float = float("inf")) -> 
         )
 
     env = backend_e2e.environment_of(args.ranks, args.device) | (SLOT_CHECKS if args.check_slots else {})
+    if args.conservativeness < 1:
+        env |= HASTY
     with server(server_arguments(args), log, start_timeout=args.start_timeout, env=env) as (url, process):
         start = time.monotonic()
         warm, warm_failures = churn(url, args.clients, until(args.seconds / 4, 0.2))
@@ -310,7 +316,10 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--pool", type=int, default=4096, help="KV slots; a request takes up to 430")
     parser.add_argument(
-        "--conservativeness", type=float, default=1.0, help="--schedule-conservativeness: less retracts more requests"
+        "--conservativeness",
+        type=float,
+        default=1.0,
+        help="below 1 answers are also taken for short: requests are retracted",
     )
     parser.add_argument("--ranks", type=int, default=1, help="of tensor parallelism")
     parser.add_argument("--kv-defrag", choices=("off", "tier0", "tier1"), default="off")

@@ -10,7 +10,7 @@ from .jobs import RANKS, Job, Run, explained
 
 TIERS = ("tier0", "tier1")
 # A request takes 5 to 430 slots, and 16 of them run: admitted as if they were to answer little, they are retracted.
-POOL, CONSERVATIVENESS = 1536, 0.05
+POOL, CONSERVATIVENESS = 1024, 0.05
 
 
 def jobs(run: Run) -> list[Job]:
