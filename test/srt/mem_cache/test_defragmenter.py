@@ -240,7 +240,7 @@ def test_what_a_prepared_batch_will_write_is_not_a_target():
 @pytest.mark.parametrize("core", CORES)
 def test_retraction_under_overlap_in_a_pool_that_is_nearly_full(core):
     """The batch on the device still writes for the request that starts over."""
-    model = SlotModel(size=160, rows=8, core=core, overlap=True)
+    model = SlotModel(size=160, rows=8, core=core, overlap=True, block=2)
     waiting = [[10 + i] * 16 for i in range(24)]
     peak = retractions = ended = 0
     while waiting or model.running:
