@@ -319,7 +319,7 @@ def parser() -> argparse.ArgumentParser:
         "--conservativeness",
         type=float,
         default=1.0,
-        help="below 1 answers are also taken for short: requests are retracted",
+        help="below 1 answers are taken for short, too",
     )
     parser.add_argument("--ranks", type=int, default=1, help="of tensor parallelism")
     parser.add_argument("--kv-defrag", choices=("off", "tier0", "tier1"), default="off")
