@@ -10,8 +10,9 @@ MODEL ?=
 DRAFT ?=
 ARGS ?=
 TESTS ?= test
-# Test files that run at a time; one file, one process, so that its tests share a server.
-JOBS ?= 2
+# Test files that run at a time; one file, one process, so that its tests share a server. They wait a third of their
+# time, so three keep two cores busy.
+JOBS ?= 3
 # cuda where a GPU is found, else cpu
 ifndef SET
 SET := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)

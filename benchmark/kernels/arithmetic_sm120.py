@@ -28,7 +28,7 @@ from verify_bench.shapes import Shape
 
 # schedule.h
 TILE_TOKENS = 16
-MIN_TILES_PER_COLUMN = 4
+MIN_TILES_PER_COLUMN = 3
 MAX_ROW_BLOCKS = {"bf16": 5, "fp8": 4}
 VALUE_WARPS = 4
 

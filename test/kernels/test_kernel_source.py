@@ -29,6 +29,7 @@ def kernels(tmp_path_factory):
         "-Wall",
         "-Werror",
         "-Wno-unknown-pragmas",
+        "-fno-gnu-unique",  # as in test_verify_source
         "-shared",
         "-fPIC",
         f"-I{ON_HOST}",

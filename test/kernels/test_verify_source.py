@@ -70,6 +70,7 @@ def library(tmp_path_factory):
         "-Werror",
         "-Wno-unknown-pragmas",
         "-fno-extern-tls-init",
+        "-fno-gnu-unique",  # or the variables of this library would be those of test_kernel_source's
         "-shared",
         "-fPIC",
     ]
