@@ -10,9 +10,8 @@ MODEL ?=
 DRAFT ?=
 ARGS ?=
 TESTS ?= test
-# Test files that run at a time; one file, one process, so that its tests share a server. They wait a third of their
-# time, so three keep two cores busy.
-JOBS ?= 3
+# Test files that run at a time; one file, one process, so that its tests share a server. Three were no faster on two cores.
+JOBS ?= 2
 # cuda where a GPU is found, else cpu
 ifndef SET
 SET := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
