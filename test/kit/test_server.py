@@ -178,8 +178,8 @@ def test_longctx_over_each_api_and_compare(server, cli, tmp_path):
             assert 0 < row["step_ms"]["p50"] <= row["step_ms"]["p90"]
             assert row["prefill_tok_s"]["p50"] > 0 and row["decode_tok_s"]["p50"] > 0
         rows[api] = document["rows"]
-    # The same prompt gives the same greedy answer, and so the same number of steps, over both plain APIs. SGLang's own says
-    # how many; OpenAI's has only its chunks, and a busy machine sends the tokens of several steps in one.
+    # The same prompt gives the same greedy answer, and so the same number of steps, over both plain APIs. SGLang's own
+    # says how many; OpenAI's has only its chunks, and a busy machine sends the tokens of several steps in one.
     for one, other in zip(rows["sglang"], rows["completions"], strict=True):
         assert one["prompt_tokens"] == other["prompt_tokens"]
         assert one["accept_length"]["p50"] <= other["accept_length"]["p50"] * 1.15
