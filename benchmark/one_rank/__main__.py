@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from backend_e2e import environment_of
-from verify_bench.results import commit, gpu_info
+from verify_bench.results import commit, gpu_info, versions_of
 
 from . import results, table
 from .shapes import ARMS, SCALES, TREE_SIZES, Run, Scale, runs_of, unavailable
@@ -40,23 +40,13 @@ def draft_window_of(args: argparse.Namespace, scale: Scale) -> int:
 
 
 def header(scale: Scale, options: list[str], commit_of: str, draft_window: int) -> dict:
-    import torch
-
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda}
-    from importlib import metadata
-
-    for name in ("sglang", "sgl-kernel-sm120", "triton"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
     return {
         "format": results.FORMAT,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": commit_of,
         "device": header_device(scale),
         "gpu": gpu_info() if scale.name == "full" else None,
-        "versions": versions,
+        "versions": versions_of("sglang", "sgl-kernel-sm120", "triton"),
         "scale": scale.name,
         "model": scale.model,
         "drafter": scale.drafter,

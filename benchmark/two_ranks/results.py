@@ -6,14 +6,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import sys
-from importlib import metadata
 from pathlib import Path
 
 import backend_e2e as e2e
 from one_rank import results as one_rank_results
 from verify_bench import result_file
 from verify_bench.result_file import save as save
+from verify_bench.results import versions_of
 
 FORMAT = "two_ranks-1"
 HEADER_KEYS = {
@@ -32,12 +31,7 @@ ROW_KEYS = {
 def header(part: str, args: argparse.Namespace, options: list[str], seconds: float) -> dict:
     import torch
 
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda}
-    for name in ("sglang", "sgl-kernel-sm120", "triton"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
+    versions = versions_of("sglang", "sgl-kernel-sm120", "triton")
     cuda = args.device == "cuda"
     return {
         "format": FORMAT,

@@ -6,37 +6,21 @@ all threads reach; it cannot find races.
 """
 
 import ctypes
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from kernels.host_build import load_host_build
 from kernels.sheets import KINDS, score_sheet
 
 from sgl_kernel_sm120 import ddtree_build, kv_move_all_layers, pack_tree_mask, tree_accept
 
 ON_HOST = Path(__file__).parent / "on_host"
-CSRC = Path(__file__).parents[2] / "sgl-kernel-sm120" / "csrc"
 
 
 @pytest.fixture(scope="session")
 def kernels(tmp_path_factory):
-    library = tmp_path_factory.mktemp("on_host") / "kernels.so"
-    command = [
-        "g++",
-        "-std=c++17",
-        "-O1",
-        "-Wall",
-        "-Werror",
-        "-Wno-unknown-pragmas",
-        "-fno-gnu-unique",  # as in test_verify_source
-        "-shared",
-        "-fPIC",
-        f"-I{ON_HOST}",
-        f"-I{CSRC}",
-    ]
-    subprocess.run([*command, str(ON_HOST / "kernels.cpp"), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
+    return load_host_build(ON_HOST / "kernels.cpp", tmp_path_factory.mktemp("on_host") / "kernels.so")
 
 
 def pointer(tensor):

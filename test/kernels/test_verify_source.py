@@ -9,17 +9,16 @@ completed, and races that some order of the warps shows. It says nothing about s
 import ctypes
 import dataclasses
 import math
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from kernels.cases import CASES, make_inputs
+from kernels.host_build import load_host_build
 
 from sgl_kernel_sm120 import MaskLayout, mla_tree_verify_reference
 
 ON_HOST = Path(__file__).parent / "on_host_verify"
-CSRC = Path(__file__).parents[2] / "sgl-kernel-sm120" / "csrc"
 NAMES = [
     "ragged",
     "bits-random",
@@ -63,21 +62,7 @@ class PlanParams(ctypes.Structure):
 @pytest.fixture(scope="session")
 def library(tmp_path_factory):
     path = tmp_path_factory.mktemp("on_host_verify") / "verify.so"
-    flags = [
-        "-std=c++17",
-        "-O1",
-        "-Wall",
-        "-Werror",
-        "-Wno-unknown-pragmas",
-        "-fno-extern-tls-init",
-        "-fno-gnu-unique",  # or the variables of this library would be those of test_kernel_source's
-        "-shared",
-        "-fPIC",
-    ]
-    subprocess.run(
-        ["g++", *flags, f"-I{ON_HOST}", f"-I{CSRC}", str(ON_HOST / "kernel.cpp"), "-o", str(path)], check=True
-    )
-    loaded = ctypes.CDLL(str(path))
+    loaded = load_host_build(ON_HOST / "kernel.cpp", path, "-fno-extern-tls-init")
     loaded.host_workspace_bytes.restype = loaded.host_plan_ints.restype = I64
     sizes = (ctypes.c_int * 2)()
     loaded.host_sizes(sizes)

@@ -148,14 +148,19 @@ def commit(root: Path) -> str:
     return head + ("+dirty" if _run("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no") else "")
 
 
-def header(commit: str, device: str, ceilings: Ceilings | None, arm_versions: dict[str, str | None]) -> dict:
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
-    for name in ("triton", "numpy"):
+def versions_of(*distributions: str) -> dict[str, str | None]:
+    """Of Python, torch and the CUDA that torch was built for, and of these distributions; None: not installed."""
+    found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    for name in distributions:
         try:
-            versions[name] = metadata.version(name)
+            found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            versions[name] = None
-    versions.update(arm_versions)
+            found[name] = None
+    return found
+
+
+def header(commit: str, device: str, ceilings: Ceilings | None, arm_versions: dict[str, str | None]) -> dict:
+    versions = versions_of("triton", "numpy") | arm_versions
     return {
         "format": FORMAT,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
