@@ -5,24 +5,39 @@ Every command of every RUN is run by the Dockerfile's shell, on a copy of what C
 moved to a scratch folder. What needs root or Ubuntu is left out, and said; apt's package names are looked up where it
 exists. The big installation is resolved, not installed, unless --full is given; then the entry script's doctor runs
 as well.
+
+What the commands say is shown in short, and in full in FOLDER/check.log. With --keep, a run that was stopped is
+continued by the same command: an installation that ended well is not done again, and compiled kernels are kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import hashlib
+import json
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+import installer
+import preflight
 
 ROOT = Path(__file__).resolve().parent.parent
 PREFIX = "/opt/kdtree"
 SOURCES = ("python", "sgl-kernel-sm120")
 LEFT_OUT = ("apt-get update", "rm -rf /var/lib/apt/lists/*", "useradd ")
 APT_INSTALL = "apt-get install -y --no-install-recommends "
+# Bytes that the check needs, by --full. An index that does not give a package's requirements apart makes pip fetch the
+# package to resolve it, and pip keeps all that it fetched until the end.
+ROOM = {False: 6e9, True: 20e9}
 
 
 def main() -> int:
@@ -30,22 +45,106 @@ def main() -> int:
     parser.add_argument("--python", default="python3.12", help="Ubuntu 24.04 has 3.12 (default: %(default)s)")
     parser.add_argument("--full", action="store_true", help="install it all (11 GB) and build the kernels")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="work here, and leave it there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what ran, and for how long")
     args = parser.parse_args()
+    python = shutil.which(args.python) or sys.exit(f"check: no {args.python} here: install it, or name one: --python")
     scratch = (args.keep or Path(tempfile.mkdtemp(prefix="kdtree-image-"))).resolve()
+    try:
+        prepare(python, scratch, full=args.full)
+        ran, todo = run_all(scratch, full=args.full)
+        size = size_of(scratch / "kdtree")
+    finally:
+        shutil.rmtree(scratch / "tmp" if args.keep else scratch, ignore_errors=True)
+    failed = sum(bool(result["exit"]) for result in ran)
+    if args.json:
+        args.json.write_text(record(python, ran, size, full=args.full), encoding="utf-8")
+    print(f"check: {failed} of {len(ran)} commands failed" + (f", {todo - len(ran)} not run" if failed else ""))
+    return 1 if failed else 0
+
+
+def prepare(python: str, scratch: Path, *, full: bool) -> None:
+    """The folder of a run. One of the same sources and the same Python keeps what ended well in it."""
     scratch.mkdir(parents=True, exist_ok=True)
-    (scratch / "bin").mkdir(exist_ok=True)
+    room = preflight.free_bytes(scratch)
+    if not (scratch / "kdtree").exists() and room < ROOM[full]:
+        raise SystemExit(
+            f"check: {preflight.gigabytes(room)} are free for {scratch}, and the check takes about "
+            f"{preflight.gigabytes(ROOM[full])}: make room, or name a folder on another disk: --keep FOLDER"
+        )
+    copy_sources(scratch / "src.new")
+    identity, made_of = f"{python} {full} {digest(scratch / 'src.new')}", scratch / "made_of"
+    if made_of.exists() and made_of.read_text() == identity:
+        shutil.rmtree(scratch / "src.new")
+        if (scratch / "running").exists():  # half an installation is none
+            shutil.rmtree(scratch / "done")
+    else:
+        for name in ("done", "src"):
+            shutil.rmtree(scratch / name, ignore_errors=True)
+        (scratch / "src.new").rename(scratch / "src")
+        made_of.write_text(identity)
+    if not (scratch / "done").exists():
+        shutil.rmtree(scratch / "kdtree", ignore_errors=True)
+    for name in ("bin", "done", "tmp"):
+        (scratch / name).mkdir(exist_ok=True)
     python3 = scratch / "bin" / "python3"
     python3.unlink(missing_ok=True)
-    python3.symlink_to(shutil.which(args.python) or sys.exit(f"check: no {args.python} here"))
-    copy_sources(scratch / "src")
-    todo = steps() + ([doctor(scratch)] if args.full else [])
-    try:
-        failed = [step for step in todo if not run(step, scratch, full=args.full)]
-    finally:
-        if not args.keep:
-            shutil.rmtree(scratch)
-    print(f"check: {len(failed)} of {len(todo)} commands failed")
-    return 1 if failed else 0
+    python3.symlink_to(python)
+
+
+def run_all(scratch: Path, *, full: bool) -> tuple[list[dict], int]:
+    """-> (command, seconds and exit status of each that ran, now or before; how many there are).
+
+    Stops at a failure, as the build of an image does.
+    """
+    todo, ran = [*steps(), *([doctor(scratch)] if full else [])], []
+    for number, step in enumerate(todo):
+        done = scratch / "done" / str(number)
+        if done.exists():
+            ran.append(json.loads(done.read_text()))
+            print(f"as before {step}", flush=True)
+            continue
+        (scratch / "running").touch()
+        started = time.monotonic()
+        ok = run(step, scratch, full=full)
+        (scratch / "running").unlink()
+        command = step.replace(str(scratch / "kdtree"), PREFIX).replace(f"{ROOT}/", "")
+        result = {"command": command, "seconds": round(time.monotonic() - started), "exit": 0 if ok else 1}
+        if adapted(step, scratch, full=full) is None:
+            result = {"command": command, "left_out": True, "exit": 0}
+        ran.append(result)
+        if not ok:
+            (scratch / "running").touch()
+            break
+        done.write_text(json.dumps(result))
+    return ran, len(todo)
+
+
+def record(python: str, ran: list[dict], size: int, *, full: bool) -> str:
+    """What a committed file says of a run; nothing of the machine's names and places."""
+    version = subprocess.run([python, "-V"], capture_output=True, text=True, check=True).stdout.split()[1]
+    commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    head = {
+        "what": "docker/check.py" + " --full" * full,
+        "date": datetime.date.today().isoformat(),
+        "commit": commit.stdout.strip(),
+        "machine": f"{len(os.sched_getaffinity(0))} {platform.machine()} cores, Python {version}",
+        "environment_bytes": size,
+    }
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+    steps = ",\n".join(f"  {json.dumps(step)}" for step in ran)
+    return "\n".join(["{", *lines, ' "steps": [', steps, " ]", "}", ""])
+
+
+def size_of(folder: Path) -> int:
+    """Bytes on the disk, links not followed."""
+    return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
+
+
+def digest(folder: Path) -> str:
+    total = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        total.update(f"{path.relative_to(folder)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return total.hexdigest()
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
@@ -83,7 +182,7 @@ def adapted(step: str, scratch: Path, *, full: bool) -> str | None:
         names = step.removeprefix(APT_INSTALL)
         return f"apt-get install --simulate {names}" if shutil.which("apt-get") else None
     if "./python" in step and not full:
-        step = step.replace("pip install", "pip install --dry-run --ignore-installed --quiet")
+        step = step.replace("pip install", "pip install --dry-run --ignore-installed")
     return step.replace(PREFIX, str(scratch / "kdtree"))
 
 
@@ -93,18 +192,33 @@ def run(step: str, scratch: Path, *, full: bool) -> bool:
         print(f"left out  {step}", flush=True)
         return True
     path = f"{scratch / 'bin'}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["/bin/bash", "-euo", "pipefail", "-c", command],
-        cwd=scratch / "src",
-        env=os.environ | {"PATH": path, "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    print(f"{'ok' if done.returncode == 0 else 'FAILED':<8}  {command}", flush=True)
-    if done.returncode:
-        print((done.stdout + done.stderr)[-3000:], flush=True)
-    return done.returncode == 0
+    said = []
+    with (scratch / "check.log").open("a", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            ["/bin/bash", "-euo", "pipefail", "-c", command],
+            cwd=scratch / "src",
+            # pip puts what it fetches into TMPDIR: here is room for it, and elsewhere may be memory.
+            env=os.environ | {"PATH": path, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "TMPDIR": str(scratch / "tmp")},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        try:
+            for line in installer.lines_of(process):
+                log.write(f"{time.strftime('%H:%M:%S')} {line}")
+                log.flush()
+                said.append(line)
+                installer.show(line.strip())
+            code = process.wait()
+        except BaseException:
+            installer.end(process)
+            raise
+    print(f"{'ok' if code == 0 else 'FAILED':<8}  {command}", flush=True)
+    if code:
+        print("".join(said)[-3000:], flush=True)
+    return code == 0
 
 
 if __name__ == "__main__":

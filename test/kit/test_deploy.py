@@ -254,6 +254,72 @@ class TestDockerfile:
         assert not tool.run("ls /opt/kdtree/none", tmp_path, full=False)
         assert str(tmp_path / "kdtree" / "none") in capsys.readouterr().out
 
+    @pytest.fixture
+    def small_check(self, tmp_path, monkeypatch):
+        """The check with an image of three commands; -> (run it, the commands that ran this time)."""
+        tool, ran = check(), []
+        (tmp_path / "root" / "python").mkdir(parents=True)
+        (tmp_path / "root" / "python" / "a.py").write_text("")
+        copied = tmp_path / "root"
+        commands = ["useradd someone", "mkdir /opt/kdtree", "touch /opt/kdtree/a"]
+
+        def copy(target):
+            shutil.copytree(copied, target)
+
+        def call(*arguments):
+            before = len(ran)
+            monkeypatch.setattr(sys, "argv", ["check.py", "--python", sys.executable, *map(str, arguments)])
+            return tool.main(), ran[before:]
+
+        real = tool.run
+        monkeypatch.setattr(tool, "steps", lambda: commands)
+        monkeypatch.setattr(tool, "copy_sources", copy)
+        monkeypatch.setattr(tool, "run", lambda step, *args, **named: ran.append(step) or real(step, *args, **named))
+        call.commands, call.copied, call.tool = commands, copied, tool
+        return call
+
+    def test_a_run_of_the_check_is_recorded(self, small_check, tmp_path):
+        record = tmp_path / "record.json"
+        code, ran = small_check("--json", record, "--keep", tmp_path / "kept")
+        assert code == 0 and ran == small_check.commands
+        document = json.loads(record.read_text())
+        assert [step["command"] for step in document["steps"]] == small_check.commands
+        assert document["steps"][0] == {"command": "useradd someone", "left_out": True, "exit": 0}
+        assert document["environment_bytes"] >= 0 and str(tmp_path) not in record.read_text()
+
+    def test_what_ended_well_is_not_done_again(self, small_check, tmp_path):
+        kept = tmp_path / "kept"
+        assert small_check("--keep", kept) == (0, small_check.commands)
+        assert small_check("--keep", kept) == (0, [])
+        (small_check.copied / "python" / "a.py").write_text("changed")
+        assert small_check("--keep", kept) == (0, small_check.commands)
+
+    def test_a_stopped_installation_begins_anew_with_its_compiled_kernels(self, small_check, tmp_path, monkeypatch):
+        kept, run = tmp_path / "kept", small_check.tool.run
+
+        def stopped(step, *args, **named):
+            if "touch" in step:
+                (kept / "src" / "compiled.o").write_text("")
+                raise KeyboardInterrupt
+            return run(step, *args, **named)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(small_check.tool, "run", stopped)
+            with pytest.raises(KeyboardInterrupt):
+                small_check("--keep", kept)
+        assert small_check("--keep", kept) == (0, small_check.commands)  # mkdir would fail, were the folder still there
+        assert (kept / "src" / "compiled.o").exists()
+
+    def test_the_first_failure_ends_the_check(self, small_check, tmp_path, capsys):
+        small_check.commands[1] = "false"
+        assert small_check() == (1, small_check.commands[:2])
+        assert "check: 1 of 2 commands failed, 1 not run" in capsys.readouterr().out
+
+    def test_too_little_room_is_said_at_once(self, small_check, monkeypatch):
+        monkeypatch.setattr(small_check.tool.preflight, "free_bytes", lambda place: 1e9)
+        with pytest.raises(SystemExit, match="1.0 GB are free for .*about 20.0 GB: make room, or .* --keep FOLDER"):
+            small_check("--full")
+
     def test_what_it_copies_exists_and_is_in_the_context(self):
         allowed = {
             line[1:] for line in (DOCKER / "Dockerfile.dockerignore").read_text().split() if line.startswith("!")
