@@ -18,6 +18,7 @@ int64_t mla_tree_verify_plan_ints(int b, int s_q, int h_q, int num_sms);
 
 cudaError_t ddtree_build(const DdtreeBuildParams& params, cudaStream_t stream);
 cudaError_t tree_accept(const TreeAcceptParams& params, cudaStream_t stream);
+cudaError_t tree_count(const TreeCountParams& params, cudaStream_t stream);
 cudaError_t pack_tree_mask(const PackTreeMaskParams& params, cudaStream_t stream);
 
 // Rows a call can move: kv_move_max_rows(granule) for buffers whose addresses and sizes are

@@ -5,6 +5,7 @@
 #include "api/mla_tree_verify.h"
 #include "api/pack_tree_mask.h"
 #include "api/tree_accept.h"
+#include "api/tree_count.h"
 
 namespace sgl_kernel_sm120 {
 namespace {
@@ -24,6 +25,7 @@ void implement(TorchLibraryHandle library, const char* name) {
   implement<api::mla_tree_verify_plan>(library, "mla_tree_verify_plan");
   implement<api::ddtree_build>(library, "ddtree_build");
   implement<api::tree_accept>(library, "tree_accept");
+  implement<api::tree_count>(library, "tree_count");
   implement<api::pack_tree_mask>(library, "pack_tree_mask");
   implement<api::kv_move_all_layers>(library, "kv_move_all_layers");
   return true;

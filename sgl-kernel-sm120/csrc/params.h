@@ -84,6 +84,19 @@ struct TreeAcceptParams {
   int32_t b, n, max_len;
 };
 
+struct TreeCountParams {
+  const int64_t* ids;           // [b, depths, k], best first
+  const float* log_probs;       // [b, depths, k]
+  const float* path_log_probs;  // [b, m], best first; the root is the first
+  const int32_t* used;          // [b]
+  const int32_t* accept_len;    // [b]
+  const int64_t* out_tokens;    // [b, max_len]
+  const int32_t* options;       // [num_options], a tree's nodes, or minus a chain's
+  int32_t* counts;              // [b, 6 + num_options]; bits of fp32 behind the sixth
+  int32_t b, depths, k, m, max_len, num_options;
+  int32_t num_nodes;  // rows that were verified
+};
+
 struct PackTreeMaskParams {
   const uint8_t* visible;  // [rows, n], nonzero = visible; rows = b * n
   uint64_t* words;         // [rows, ceil(n / 64)]

@@ -30,6 +30,8 @@ SCHEMAS = {
     "Tensor(h!) path_log_probs, float min_log_prob",
     "tree_accept": "Tensor tokens, Tensor parents, Tensor target_tokens, Tensor(a!) path, Tensor(b!) accept_len, "
     "Tensor(c!) out_tokens, Tensor(d!) bonus",
+    "tree_count": "Tensor ids, Tensor log_probs, Tensor path_log_probs, Tensor used, Tensor accept_len, "
+    "Tensor out_tokens, Tensor options, Tensor(a!) counts, int num_nodes",
     "pack_tree_mask": "Tensor visible, Tensor(a!) words",
 }
 
@@ -221,6 +223,17 @@ def op_samples():
         "kv_move_all_layers": [[torch.rand(6, 4), torch.rand(6, 1, 3)], torch.tensor([1, 2]), torch.tensor([0, 1])],
         "ddtree_build": [*build.values(), *(t.clone() for t in tree), -5.0],
         "tree_accept": [tree.tokens, tree.parents, tree.tokens.clone(), *(t.clone() for t in accepted)],
+        "tree_count": [
+            build["ids"],
+            build["log_probs"],
+            tree.path_log_probs,
+            tree.used,
+            accepted.accept_len,
+            accepted.out_tokens,
+            torch.tensor([-3, 2, 8], dtype=torch.int32),
+            torch.empty(2, 9, dtype=torch.int32),
+            8,
+        ],
         "pack_tree_mask": [tree.visible, torch.empty(2, 8, 1, dtype=torch.int64)],
     }
 
@@ -316,6 +329,7 @@ def test_an_op_without_a_cuda_kernel_says_so(monkeypatch, tmp_path, library, rea
             "kv_move_all_layers": lambda: sgl_kernel_sm120.kv_move_all_layers([nodes], root, root),
             "ddtree_build": lambda: sgl_kernel_sm120.ddtree_build(root, cube, cube, 4),
             "tree_accept": lambda: sgl_kernel_sm120.tree_accept(nodes, nodes, nodes, 1),
+            "tree_count": lambda: sgl_kernel_sm120.tree_count(None, cube, cube, None, 1, root),
             "pack_tree_mask": lambda: sgl_kernel_sm120.pack_tree_mask(cube),
         }
         assert set(calls) == set(SCHEMAS)

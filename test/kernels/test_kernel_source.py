@@ -13,7 +13,7 @@ import torch
 from kernels.host_build import load_host_build
 from kernels.sheets import KINDS, score_sheet
 
-from sgl_kernel_sm120 import ddtree_build, kv_move_all_layers, pack_tree_mask, tree_accept
+from sgl_kernel_sm120 import ddtree_build, kv_move_all_layers, pack_tree_mask, tree_accept, tree_count
 
 ON_HOST = Path(__file__).parent / "on_host"
 
@@ -123,6 +123,26 @@ def test_tree_accept(kernels, n, max_len):
         assert torch.equal(g, w), name
     if n >= 33:
         assert int(want.accept_len.max()) > 2, "the case accepts nothing"
+
+
+@pytest.mark.parametrize("depths, k, n, paths", [(7, 8, 16, 32), (1, 1, 2, 2), (31, 64, 128, 128), (3, 40, 5, 33)])
+def test_tree_count(kernels, depths, k, n, paths):
+    generator = torch.Generator().manual_seed(n)
+    b, options = 8, torch.tensor([-2, -n, 2, n, paths, 1, -depths - 1], dtype=torch.int32)
+    scores = score_sheet(generator, b, depths, k, "ties")
+    ids = torch.rand(b, depths, 3 * k, generator=generator).argsort(-1)[..., :k].contiguous()
+    tree = ddtree_build(torch.zeros(b, dtype=torch.int64), ids, scores, n, num_paths=paths)
+    child = tree.tokens.gather(1, tree.first_child.clamp(min=0).long())
+    wanted = torch.where(torch.rand(child.shape, generator=generator) < 0.8, child, ids[0, 0, -1])
+    accepted = tree_accept(tree.tokens, tree.parents, wanted, min(n, depths + 1))
+    for some in (options, options[:0]):
+        want = tree_count(tree, ids, scores, accepted, n, some)
+        got = poisoned_like(want)
+        inputs = [ids, scores, tree.path_log_probs, tree.used, accepted.accept_len, accepted.out_tokens, some, got]
+        sizes = [b, depths, k, paths, accepted.out_tokens.shape[1], len(some)]
+        kernels.host_tree_count(*map(pointer, inputs), n, *sizes)
+        assert torch.equal(got[:, :6], want[:, :6])
+        torch.testing.assert_close(got[:, 6:].view(torch.float32), want[:, 6:].view(torch.float32))
 
 
 def test_pack_every_width(kernels):

@@ -17,10 +17,12 @@ from sgl_kernel_sm120 import (
     ddtree_build,
     pack_tree_mask,
     tree_accept,
+    tree_count,
     tree_links,
     tree_visibility,
     unpack_tree_mask,
 )
+from sgl_kernel_sm120.tree import NUM_COUNTS
 
 VOCABULARY = 5000
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -406,3 +408,21 @@ def test_pack_leaves_no_stale_bits():
     words = torch.full((1, 5, 1), -1)
     assert torch.equal(pack_tree_mask(visible, words=words), pack_tree_mask(visible))
     assert int(words.max()) < 32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("b, depths, k, n", [(1, 7, 31, 32), (64, 7, 64, 128), (5, 31, 64, 128)])
+def test_counts_are_those_of_the_cpu(b, depths, k, n):
+    generator = torch.Generator().manual_seed(n)
+    scores = torch.randn(b, depths, 3 * k, generator=generator).log_softmax(-1)
+    scores, ids = scores.topk(k)
+    tree = ddtree_build(torch.zeros(b, dtype=torch.int64), ids, scores, n)
+    child = tree.tokens.gather(1, tree.first_child.clamp(min=0).long())
+    wanted = torch.where(torch.rand(child.shape, generator=generator) < 0.8, child, -1)
+    accepted = tree_accept(tree.tokens, tree.parents, wanted, min(n, depths + 1))
+    options = torch.tensor([-8, 4, 8, n], dtype=torch.int32)
+    want = tree_count(tree, ids, scores, accepted, n, options)
+    on_gpu = [type(x)(*(t.cuda() for t in x)) for x in (tree, accepted)]
+    got = tree_count(on_gpu[0], ids.cuda(), scores.cuda(), on_gpu[1], n, options.cuda()).cpu()
+    assert torch.equal(got[:, :NUM_COUNTS], want[:, :NUM_COUNTS])
+    torch.testing.assert_close(got[:, NUM_COUNTS:].view(torch.float32), want[:, NUM_COUNTS:].view(torch.float32))

@@ -21,6 +21,7 @@ MAX_B = 256
 ROOT_PARENT = -1
 UNUSED_PARENT = -2
 NO_NODE = -1
+NUM_COUNTS = 6
 
 
 class DraftTree(NamedTuple):
@@ -93,6 +94,29 @@ def tree_accept(tokens, parents, target_tokens, max_len) -> Acceptance:
     )
     _tree_accept(tokens.contiguous(), parents.contiguous(), target_tokens.contiguous(), *accepted)
     return accepted
+
+
+def tree_count(tree, ids, log_probs, accepted, num_nodes, options):
+    """What a verify step tells the host of its requests, in one tensor: int32 [b, 6 + O], of O options.
+
+    tree, accepted: what ddtree_build and tree_accept gave for ids int64 and log_probs fp32 [b, D, K], D at least 1.
+    num_nodes: rows of a request that were verified. The columns:
+
+        0  nodes in use                             1  num_nodes
+        2  tokens committed                         3  that a chain of best candidates would have committed, at least
+        4  1 where that chain may go on beyond      5  rank of the token that ended the walk among its candidates, K =
+           what was verified                           none of them; -1 = the draft ended
+        6  bits of fp32: for each of options int32 [O] the sum of the probabilities of its nodes without the root, by
+           log_probs; w > 0 = the w most probable nodes, at most M, w < 0 = a chain of -w nodes
+    """
+    _library.require_kernel("tree_count", ids)
+    check_ndim("tree_count", "options", options, 1, "[O]")
+    counts = ids.new_empty(ids.shape[0], NUM_COUNTS + options.shape[0], dtype=torch.int32)
+    _tree_count(
+        ids.contiguous(), log_probs.contiguous(), tree.path_log_probs, tree.used, accepted.accept_len,
+        accepted.out_tokens, options, counts, num_nodes,
+    )  # fmt: skip
+    return counts
 
 
 def pack_tree_mask(visible, *, words=None):
@@ -228,6 +252,32 @@ def _accept(tokens, parents, target_tokens, path, accept_len, out_tokens, bonus)
         at = torch.where(walking, match.int().argmax(dim=1), at)
 
 
+def _count(ids, log_probs, path_log_probs, used, accept_len, out_tokens, options, counts, num_nodes):
+    _check_count(ids, log_probs, path_log_probs, used, accept_len, out_tokens, options, counts, num_nodes)
+    depths, k = ids.shape[1:]
+    columns = min(depths, out_tokens.shape[1])
+    length = accept_len.long()
+    is_candidate = ids[:, :columns] == out_tokens[:, :columns, None]
+    committed = torch.arange(columns, device=ids.device) < length[:, None]
+    # Every committed token is one of the target's, so a chain commits the leading ones that are best candidates.
+    spine = (is_candidate[:, :, 0] & committed).long().cumprod(dim=1).sum(dim=1)
+    last = (length - 1).clamp(0, columns - 1)[:, None, None]
+    at_end = is_candidate.gather(1, last.expand(-1, 1, k))[:, 0]
+    rank = torch.where(at_end.any(dim=1), at_end.int().argmax(dim=1), k)
+    counts[:, 0] = used
+    counts[:, 1] = num_nodes
+    counts[:, 2] = accept_len
+    counts[:, 3] = spine + 1
+    counts[:, 4] = (spine == length) & (spine < depths)
+    counts[:, 5] = torch.where(length - 1 < depths, rank, -1)
+    none = torch.zeros(ids.shape[0], 1, device=ids.device)
+    trees = torch.cat([none, path_log_probs[:, 1:].exp()], dim=1).cumsum(dim=1)
+    chain = torch.cat([none, log_probs[:, :, 0].cumsum(dim=1).exp().cumsum(dim=1)], dim=1)
+    of_trees = trees[:, (options.long() - 1).clamp(0, trees.shape[1] - 1)]
+    of_chain = chain[:, (-options.long() - 1).clamp(0, depths)]
+    counts[:, NUM_COUNTS:] = torch.where(options < 0, of_chain, of_trees).view(torch.int32)
+
+
 def _pack(visible, words):
     _check_pack(visible, words)
     n = visible.shape[2]
@@ -295,6 +345,35 @@ def _check_accept(tokens, parents, target_tokens, path, accept_len, out_tokens, 
     check_shape(op, "bonus", bonus, (b,), "[b]")
 
 
+def _check_count(ids, log_probs, path_log_probs, used, accept_len, out_tokens, options, counts, num_nodes):
+    op = "tree_count"
+    check_ndim(op, "ids", ids, 3, "[b, D, K]")
+    check_ndim(op, "path_log_probs", path_log_probs, 2, "[b, M]")
+    check_ndim(op, "out_tokens", out_tokens, 2, "[b, max_len]")
+    b, depths, k = ids.shape
+    check_range(op, "ids: D", depths, 1, MAX_DEPTH)
+    check_range(op, "ids: K", k, 1, MAX_TOPK)
+    check_range(op, "path_log_probs: M", path_log_probs.shape[1], 1, MAX_NODES)
+    check_range(op, "num_nodes", num_nodes, 1, MAX_NODES)
+    check_device(
+        op, ids.device, log_probs=log_probs, path_log_probs=path_log_probs, used=used, accept_len=accept_len,
+        out_tokens=out_tokens, options=options, counts=counts,
+    )  # fmt: skip
+    for dtype, tensors in (
+        (torch.int64, dict(ids=ids, out_tokens=out_tokens)),
+        (torch.float32, dict(log_probs=log_probs, path_log_probs=path_log_probs)),
+        (torch.int32, dict(used=used, accept_len=accept_len, options=options, counts=counts)),
+    ):
+        for name, tensor in tensors.items():
+            check_dtype(op, name, tensor, (dtype,))
+    check_shape(op, "log_probs", log_probs, (b, depths, k), "[b, D, K]")
+    check_shape(op, "path_log_probs", path_log_probs, (b, path_log_probs.shape[1]), "[b, M]")
+    check_shape(op, "used", used, (b,), "[b]")
+    check_shape(op, "accept_len", accept_len, (b,), "[b]")
+    check_shape(op, "out_tokens", out_tokens, (b, out_tokens.shape[1]), "[b, max_len]")
+    check_shape(op, "counts", counts, (b, NUM_COUNTS + options.shape[0]), "[b, 6 + O]")
+
+
 def _check_pack(visible, words):
     op = "pack_tree_mask"
     check_ndim(op, "visible", visible, 3, "[b, N, N]")
@@ -322,5 +401,12 @@ _tree_accept = _library.register(
     "Tensor(c!) out_tokens, Tensor(d!) bonus",
     cpu=_accept,
     fake=_check_accept,
+)
+_tree_count = _library.register(
+    "tree_count",
+    "Tensor ids, Tensor log_probs, Tensor path_log_probs, Tensor used, Tensor accept_len, Tensor out_tokens, "
+    "Tensor options, Tensor(a!) counts, int num_nodes",
+    cpu=_count,
+    fake=_check_count,
 )
 _pack_tree_mask = _library.register("pack_tree_mask", "Tensor visible, Tensor(a!) words", cpu=_pack, fake=_check_pack)

@@ -152,6 +152,17 @@ T __shfl_sync(unsigned, T value, int lane) {
   return other;
 }
 
+template <class T>
+T __shfl_up_sync(unsigned, T value, int lanes) {
+  const unsigned me = on_host::current, lane = me % on_host::kWarp;
+  std::memcpy(&on_host::exchange[me], &value, sizeof value);
+  __syncwarp();
+  T other;
+  std::memcpy(&other, &on_host::exchange[lane < unsigned(lanes) ? me : me - lanes], sizeof other);
+  __syncwarp();
+  return other;
+}
+
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   const unsigned me = on_host::current, first = me / on_host::kWarp * on_host::kWarp;
   on_host::exchange[me] = value;
@@ -174,6 +185,8 @@ inline unsigned __float_as_uint(float value) {
   std::memcpy(&bits, &value, sizeof bits);
   return bits;
 }
+
+inline int __float_as_int(float value) { return int(__float_as_uint(value)); }
 
 inline unsigned __ballot_sync(unsigned, bool vote) {
   const unsigned me = on_host::current, first = me / on_host::kWarp * on_host::kWarp;

@@ -6,6 +6,7 @@
 #include "kv_move_all_layers/kernel.cuh"
 #include "pack_tree_mask/kernel.cuh"
 #include "tree_accept/kernel.cuh"
+#include "tree_count/kernel.cuh"
 
 using namespace sgl_kernel_sm120;
 
@@ -27,6 +28,17 @@ extern "C" void host_tree_accept(const int64_t* tokens, const int32_t* parents,
   const TreeAcceptParams params{tokens,     parents, targets, path, accept_len,
                                 out_tokens, bonus,   b,       n,    max_len};
   on_host::launch({unsigned(b)}, tree_accept_op::kThreads, [&] { tree_accept_kernel(params); });
+}
+
+extern "C" void host_tree_count(const int64_t* ids, const float* log_probs,
+                                const float* path_log_probs, const int32_t* used,
+                                const int32_t* accept_len, const int64_t* out_tokens,
+                                const int32_t* options, int32_t* counts, int num_nodes, int b,
+                                int depths, int k, int m, int max_len, int num_options) {
+  const TreeCountParams params{ids,        log_probs, path_log_probs, used,        accept_len,
+                               out_tokens, options,   counts,         b,           depths,
+                               k,          m,         max_len,        num_options, num_nodes};
+  on_host::launch({unsigned(b)}, tree_count_op::kThreads, [&] { tree_count_kernel(params); });
 }
 
 extern "C" void host_pack_tree_mask(const uint8_t* visible, uint64_t* words, int64_t rows, int n) {
