@@ -20,6 +20,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -49,6 +50,7 @@ def main() -> int:
     args = parser.parse_args()
     python = shutil.which(args.python) or sys.exit(f"check: no {args.python} here: install it, or name one: --python")
     scratch = (args.keep or Path(tempfile.mkdtemp(prefix="kdtree-image-"))).resolve()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that it ends pip as Ctrl-C does
     try:
         prepare(python, scratch, full=args.full)
         ran, todo = run_all(scratch, full=args.full)

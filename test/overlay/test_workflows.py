@@ -66,3 +66,25 @@ def test_they_call_what_is_here(path):
 def test_every_python_of_upstream_is_tested(pin):
     tested = load(ROOT / ".github/workflows/test.yml")["jobs"]["cpu"]["strategy"]["matrix"]["python"]
     assert {f"cp{version.replace('.', '')}" for version in tested} == {tag.partition("-")[0] for tag in pin.sha256}
+
+
+@pytest.mark.parametrize("code, passes", [(0, True), (1, True), (2, False)])
+def test_drift_reports_work_and_fails_only_where_the_tool_does(tmp_path, code, passes):
+    """The step as GitHub runs it, with a stand-in for the tool."""
+    (script,) = [step["run"] for step in steps(ROOT / ".github/workflows/drift.yml") if "run" in step]
+    (tmp_path / "python").mkdir()
+    stand_in = tmp_path / "bin" / "python"
+    stand_in.parent.mkdir()
+    stand_in.write_text(f'#!/bin/sh\necho "said by: $*"\nexit {code}\n')
+    stand_in.chmod(0o755)
+    summary = tmp_path / "summary.md"
+    done = subprocess.run(
+        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script],
+        cwd=tmp_path / "python",
+        env={"PATH": f"{stand_in.parent}:/usr/bin:/bin", "TO": "previous", "GITHUB_STEP_SUMMARY": str(summary)},
+        check=False,
+    )
+    said = "said by: -m overlay drift --to previous"
+    assert (done.returncode == 0) == passes
+    assert (tmp_path / "drift.txt").read_text() == f"{said}\n"
+    assert summary.read_text() == f"## drift --to previous\n```diff\n{said}\n```\n"
