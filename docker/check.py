@@ -50,7 +50,6 @@ def main() -> int:
     args = parser.parse_args()
     python = shutil.which(args.python) or sys.exit(f"check: no {args.python} here: install it, or name one: --python")
     scratch = (args.keep or Path(tempfile.mkdtemp(prefix="kdtree-image-"))).resolve()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that it ends pip as Ctrl-C does
     try:
         prepare(python, scratch, full=args.full)
         ran, todo = run_all(scratch, full=args.full)
@@ -224,4 +223,5 @@ def run(step: str, scratch: Path, *, full: bool) -> bool:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that it ends pip as Ctrl-C does
     sys.exit(main())
