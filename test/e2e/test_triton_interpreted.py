@@ -44,6 +44,8 @@ def test_validate_compares_the_kernels_and_returns_the_stock_result(servers, pro
 
 
 def test_on_gives_the_tokens_of_the_reference(servers, prompts):
-    log = answer(servers.get([*DDTREE, "on"], INTERPRETED), prompts)
+    drafter = ["--speculative-draft-attention-backend", "kdtree_sm120"]
+    log = answer(servers.get([*DDTREE, "on", *drafter], INTERPRETED), prompts)
     assert "kdtree_sm120 over Triton, tp rank 0: verify on" in log
-    assert "to Triton:" not in log
+    assert "kdtree_sm120 draft block over Triton: 8 tokens" in log
+    assert "to the stock backend:" not in log

@@ -112,6 +112,19 @@ def test_ddtree_fills_in_its_defaults(make_args):
     assert args.max_running_requests == 48
 
 
+@pytest.mark.parametrize(
+    ("backends", "drafter"),
+    [
+        ({"attention_backend": "kdtree_sm120"}, "kdtree_sm120"),
+        ({"attention_backend": "triton"}, "triton"),
+        ({}, "triton"),
+        ({"prefill_attention_backend": "triton", "decode_attention_backend": "kdtree_sm120"}, "kdtree_sm120"),
+    ],
+)
+def test_a_ddtree_drafter_follows_a_target_on_kdtree(make_args, backends, drafter):
+    assert resolve(make_args(device="cuda", **backends)).speculative_draft_attention_backend == drafter
+
+
 def test_ddtree_keeps_what_was_given(make_args):
     args = resolve(
         make_args(

@@ -60,11 +60,21 @@ def resolve_ddtree_args(args: Any) -> None:
     check_budget(args, num_nodes)
     check_draft_window(args, draft)
     if args.speculative_draft_attention_backend is None:
-        args.speculative_draft_attention_backend = (
-            "torch_reference" if args.device == "cpu" else "triton"
-        )
+        args.speculative_draft_attention_backend = draft_backend(args)
     if args.max_running_requests is None:
         args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
+
+
+def draft_backend(args: Any) -> str:
+    """The drafter follows its target where that is kdtree_sm120, as DFLASH's does."""
+    if args.device == "cpu":
+        return "torch_reference"
+    of_target = (
+        args.attention_backend,
+        args.prefill_attention_backend,
+        args.decode_attention_backend,
+    )
+    return "kdtree_sm120" if "kdtree_sm120" in of_target else "triton"
 
 
 def default_nodes(budget: Any) -> int:

@@ -11,6 +11,7 @@ from sglang.srt.layers.attention import (
     kdtree_report,
     kdtree_serving,
     kdtree_triton_backend,
+    kdtree_triton_block,
     kdtree_triton_draft,
     kdtree_triton_serving,
     triton_backend,
@@ -65,6 +66,7 @@ def patch_settings(monkeypatch, *, mode="on", algorithm="DDTREE", width=4, dump_
         kdtree_serving,
         kdtree_triton_serving,
         kdtree_triton_backend,
+        kdtree_triton_block,
         kdtree_triton_draft,
         kdtree_report,
     )
@@ -124,6 +126,26 @@ def make_draft_backend(monkeypatch, *, width=4, mode="on", cores=0, **fields):
     runner = make_runner(width=width, **fields)
     runner.is_draft_worker = True
     return kdtree_triton_draft.create_draft_extend_backend(runner)
+
+
+def make_block_backend(
+    monkeypatch, *, heads=4, kv_heads=2, dim=32, width=4, mode="on", algorithm="DFLASH", cores=8, page_size=1, **fields
+):  # fmt: skip
+    """Of a DFLASH drafter with layers of ``heads`` x ``dim``; KV of the pool is noise."""
+    patch_settings(monkeypatch, mode=mode, algorithm=algorithm, width=width)
+    monkeypatch.setattr(triton_backend, "get_device_core_count", lambda gpu_id: cores)
+    runner = make_runner(width=width, heads=heads, **fields)
+    pool = Pool(NUM_SLOTS, kv_heads, dim, dim)
+    generator = torch.Generator().manual_seed(1)
+    for name in ("keys", "values"):
+        noise = torch.randn(NUM_SLOTS, kv_heads, dim, generator=generator)
+        setattr(pool, name, noise.to(runner.device, runner.kv_cache_dtype))
+    config = runner.model_config
+    config.attention_arch, config.head_dim, config.v_head_dim = AttentionArch.MHA, dim, dim
+    config.swa_v_head_dim, config.get_num_kv_heads = dim, lambda *a: kv_heads
+    runner.is_draft_worker, runner.use_mla_backend, runner.token_to_kv_pool = True, False, pool
+    runner.page_size = page_size
+    return kdtree_triton_block.create_block_backend(runner)
 
 
 def draft_extend_batch(rows, lens, *, width=4, bucket=None, table=None, device="cpu"):

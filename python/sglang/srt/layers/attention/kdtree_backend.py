@@ -46,12 +46,11 @@ def create_kdtree_backend(runner) -> AttentionBackend:
         from sglang.srt.layers.attention.kdtree_torch_backend import KDTreeVerifyBackend
 
         return KDTreeVerifyBackend(runner)
-    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-
     AttentionBackendRegistry.register("kdtree_sm120", handle_attention_triton)
     if runner.is_draft_worker:
-        # What kdtree_triton_draft does not replace; it may be no MLA model at all.
-        return TritonAttnBackend(runner)
+        from sglang.srt.layers.attention.kdtree_triton_block import create_block_backend
+
+        return create_block_backend(runner)  # kdtree_triton_draft has the rest
     check_runner(runner)
     check_page_size(get_schedule().page_size)
     check_verify_goes_to("kdtree_sm120")

@@ -38,10 +38,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class KDTreeServing:
+class CountsFallbacks:
     # What is served, in a log line and in the metrics: "" for a target.
     part = ""
 
+    def init_fallbacks(self, metrics: KDTreeMetrics) -> None:
+        self.metrics = metrics
+        self.fallbacks: Dict[str, int] = {}
+
+    def count_fallback(self, what: str, reason: Optional[str] = None) -> None:
+        """``what`` is logged the first time, ``reason`` is the metric's label."""
+        if what not in self.fallbacks:
+            logger.warning(
+                "kdtree_sm120%s: to the stock backend: %s",
+                f" {self.part}" if self.part else "",
+                what,
+            )
+        self.fallbacks[what] = self.fallbacks.get(what, 0) + 1
+        self.metrics.fell_back(reason or what)
+
+
+class KDTreeServing(CountsFallbacks):
     def init_serving(self, runner: ModelRunner, *, num_heads: int, width: int) -> None:
         """width: the most tokens a request has in a step that is served."""
         self.mode: str = get_exec().kernel.kdtree_verify
@@ -49,8 +66,7 @@ class KDTreeServing:
         self.served_heads = num_heads
         self.step: Optional[VerifyStep] = None
         self.workspace: Optional[torch.Tensor] = None  # uint8, on a GPU
-        self.fallbacks: Dict[str, int] = {}
-        self.metrics = KDTreeMetrics(metric_labels(), part=self.part)
+        self.init_fallbacks(KDTreeMetrics(metric_labels(), part=self.part))
         self.validation: Optional[Validation] = None
         self.verifier = TreeVerifier(
             req_to_token=runner.req_to_token_pool.req_to_token,
@@ -194,17 +210,6 @@ class KDTreeServing:
         if reason is not None:
             self.count_fallback(reason)
         return reason is None
-
-    def count_fallback(self, what: str, reason: Optional[str] = None) -> None:
-        """``what`` is logged the first time, ``reason`` is the metric's label."""
-        if what not in self.fallbacks:
-            logger.warning(
-                "kdtree_sm120%s: to the stock backend: %s",
-                f" {self.part}" if self.part else "",
-                what,
-            )
-        self.fallbacks[what] = self.fallbacks.get(what, 0) + 1
-        self.metrics.fell_back(reason or what)
 
 
 def as_fp8_cache_holds(
