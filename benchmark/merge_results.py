@@ -5,8 +5,8 @@
 
 All rows of a run (an arm at a size; an Engine of backend_e2e) that the later file has replace those of the first. The
 header stays the first's, and its "runs" lists each later call with what it made. Files that do not belong together
-(other format, device, GPU, model, scale or drafter's window) are refused. A profile that was not cut to whole steps is
-dropped.
+(other format, device, GPU, model, scale, drafter's window or experts' tiles) are refused. A profile that was not cut to
+whole steps is dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path[:0] = [str(HERE), str(HERE / "kernels")]
 import backend_e2e  # noqa: E402
 from one_rank import results as one_rank  # noqa: E402
 
-ALIKE = ("format", "device", "scale", "model", "drafter", "draft_window", "rule")
+ALIKE = ("format", "device", "scale", "model", "drafter", "draft_window", "expert_tiles", "rule")
 MISSING = {one_rank.FORMAT: "not_available", backend_e2e.FORMAT: "not_run"}
 
 

@@ -24,6 +24,7 @@ from backend_e2e import environment_of
 from verify_bench.results import commit, gpu_info, versions_of
 
 from . import results, table
+from .experts import TILES
 from .shapes import ARMS, SCALES, TREE_SIZES, Run, Scale, runs_of, unavailable
 
 HERE = Path(__file__).resolve().parent
@@ -51,6 +52,7 @@ def header(scale: Scale, options: list[str], commit_of: str, draft_window: int) 
         "model": scale.model,
         "drafter": scale.drafter,
         "draft_window": draft_window,
+        "expert_tiles": TILES if scale.name == "full" else None,
         "options": options,
     }
 
@@ -108,6 +110,12 @@ def measure(
     return rows, reason
 
 
+def arguments_of(args: argparse.Namespace, run: Run) -> argparse.Namespace:
+    """Only of the smallest tree are the kernels shown."""
+    profile = args.profile and run.s_q in (1, min(args.trees))
+    return argparse.Namespace(**vars(args) | {"profile": profile})
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the result file")
@@ -156,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
             chosen.append(run)
     failed = False
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(args.parallel) as pool:
-        futures = [pool.submit(measure, run, args, scale, Path(name)) for run in chosen]
+        futures = [pool.submit(measure, run, arguments_of(args, run), scale, Path(name)) for run in chosen]
         for run, future in zip(chosen, futures, strict=True):
             rows, reason = future.result()
             data["rows"] += rows

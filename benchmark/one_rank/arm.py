@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 
 from .breakdown import collective_times, kernel_times, whole_steps
+from .experts import VARIABLE as TILES_VARIABLE
+from .experts import write_tiles
 from .seed import TOKENS_VARIABLE, path_ids, plugin_folder
 from .shapes import ACCEPT_LENGTHS, ARMS, SCALES, Run, engine_arguments
 
@@ -223,6 +225,13 @@ def main(argv: list[str]) -> int:
             total_tokens=(longest + 4096) // task.page_size * task.page_size, draft_window=task.draft_window,
         )  # fmt: skip
         arguments |= write_models(task, folder)
+        if scale.name == "full":
+            import torch
+            import triton
+
+            device_name = torch.cuda.get_device_name(task.first_gpu)
+            tiles = write_tiles(folder / "moe", SCALES[task.scale].model, device_name, triton.__version__)
+            os.environ[TILES_VARIABLE] = str(tiles)
         if task.first_gpu:
             arguments["base_gpu_id"] = task.first_gpu
         print(f"one_rank: {task.run.name}: {json.dumps(arguments)}", flush=True)

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 KINDS: tuple[tuple[str, str], ...] = (
     ("collectives", r"nccl|all_?reduce|all_?gather|reduce_?scatter|one_?shot|two_?shot|multimem"),
     ("lists and masks", r"kv_indices|req_to_token|scatter|gather|index|cumsum|scan|verify_plan|mask"),
-    # Upstream's kernel of several rows a request; in the steps of arms on kdtree_sm120 the drafter's alone.
-    ("extend attention", r"^_fwd_kernel(?!_stage)|extend_attention"),
-    ("attention", r"mla_tree_verify|_fwd_grouped|decode_attention|_stage[12]|flash|attn"),
+    # Upstream's kernels; in the steps of arms on kdtree_sm120 the drafter's alone.
+    ("Triton attention", r"^_fwd_(grouped_)?kernel|extend_attention|decode_attention|verify_splitkv"),
+    ("attention", r"mla_tree_verify|flash|attn"),
     ("tree", r"ddtree|tree_accept|kv_move|topk|sort|radix"),
     ("experts", r"moe|expert|grouped_gemm|fused_moe|align_block"),
     ("matrix products", r"gemm|cutlass|cublas|nvjet|splitk|ampere_|sm90_xmma|sm80_xmma|matmul"),

@@ -15,6 +15,7 @@ from array import array
 from pathlib import Path
 
 TOKENS_VARIABLE = "ONE_RANK_SEED"
+TILES_VARIABLE = "SGLANG_MOE_CONFIG_DIR"  # see experts.py
 FIRST_ID = 8  # below are special tokens
 
 
@@ -67,7 +68,22 @@ def seed(scheduler, count: int) -> None:
         for name in ("kv_buffer", "k_buffer", "v_buffer"):
             for buffer in getattr(pool, name, None) or ():
                 fill_with_noise(buffer)
+    if TILES_VARIABLE in os.environ:
+        check_tiles(scheduler.tp_worker.model_runner.model)
     print(f"one_rank: {count} tokens seeded, {len(runners)} KV pools filled", flush=True)
+
+
+def check_tiles(model) -> None:
+    """Upstream falls back to its rule where it finds no file of the experts' shape; a measurement must not."""
+    from sglang.srt.layers.moe.moe_runner.triton_utils import try_get_optimal_moe_config
+
+    shapes = {(m.w13_weight.shape, m.w2_weight.shape) for m in model.modules() if hasattr(m, "w13_weight")}
+    if not shapes:
+        raise RuntimeError("one_rank: the model has no fused experts")
+    for shape in shapes:
+        found = [try_get_optimal_moe_config(*shape, 8, None, tokens) for tokens in (1, 8, 9, 17, 33)]
+        if any(config != found[0] for config in found) or found[0]["BLOCK_SIZE_M"] != 16:
+            raise RuntimeError(f"one_rank: the tiles of experts {tuple(shape[1])} depend on the tokens: {found}")
 
 
 def fill_with_noise(buffer) -> None:

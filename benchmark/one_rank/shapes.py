@@ -61,8 +61,8 @@ SMALL_DRAFTER_CHANGES = {
 }  # fmt: skip
 SMALL_CONTEXTS = (64, 200)
 
-# Tokens of the prefix that a DFLASH drafter sees, as a product would set it: its attention is upstream's, and over a
-# whole long context would hide the verification. The same for upstream's arms and ours.
+# Tokens of the prefix that a DFLASH drafter sees, as a product would set it: upstream's attention of a drafter would
+# hide the verification over a whole long context. The same for upstream's arms and ours.
 DRAFT_WINDOW = 4096
 SMALL_DRAFT_WINDOW = 48
 
@@ -202,5 +202,5 @@ def engine_arguments(
     if arm.has_window and draft_window:
         arguments["speculative_draft_window_size"] = draft_window
     if arm.has_window and scale.name == "full":
-        arguments["speculative_draft_attention_backend"] = "triton"
+        arguments["speculative_draft_attention_backend"] = arm.backend
     return arguments

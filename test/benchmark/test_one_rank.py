@@ -16,7 +16,7 @@ import pytest
 import report
 import torch
 from one_rank import __main__ as main
-from one_rank import arm, breakdown, plot, results, seed, shapes, table
+from one_rank import arm, breakdown, experts, plot, results, seed, shapes, table
 
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmark"
 
@@ -251,7 +251,7 @@ def test_a_profile_is_cut_to_whole_steps(tmp_path):
     found = breakdown.kernel_times(trace_of(events, tmp_path), steps=5)
     assert breakdown.whole_steps(tmp_path / "t.json") == 2
     assert found == {
-        "attention": 300.0, "extend attention": 60.0, "gaps in graphs": 18.0, "idle": 40.0, "matrix products": 600.0,
+        "attention": 300.0, "Triton attention": 60.0, "gaps in graphs": 18.0, "idle": 40.0, "matrix products": 600.0,
         "other": 3.0, "tree": 7.0,
     }  # fmt: skip
 
@@ -301,9 +301,17 @@ class Profiled:
 
 def test_a_profile_is_of_decode_steps_alone():
     engine = Profiled("EXTEND", "DECODE")
-    assert arm.profile(engine, [1, 2, 3], 1)["kernels_us"]["extend attention"] == 600
+    assert arm.profile(engine, [1, 2, 3], 1)["kernels_us"]["Triton attention"] == 600
     assert engine.asked["profile_by_stage"] and engine.asked["num_steps"] == arm.PROFILED_STEPS
     assert engine.generated > 2 * arm.PROFILED_STEPS  # it stops by itself, at a step behind the last
+
+
+def test_only_the_smallest_tree_is_profiled():
+    args = SimpleNamespace(profile=True, trees=[9, 17], steps=3)
+    found = {s_q: main.arguments_of(args, shapes.Run("tree_kdtree", s_q)).profile for s_q in (1, 9, 17)}
+    assert found == {1: True, 9: True, 17: False}
+    args.profile = False
+    assert not main.arguments_of(args, shapes.Run("tree_kdtree", 9)).profile
 
 
 def test_a_profile_of_two_ranks_says_what_their_collectives_take():
@@ -371,9 +379,9 @@ def test_ranks_that_did_not_run_the_same_are_an_error(tmp_path, second, message)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("_fwd_grouped_kernel_stage1", "attention"),
-        ("_fwd_kernel", "extend attention"),
-        ("_fwd_kernel_stage2", "attention"),  # of plain decoding
+        ("_fwd_grouped_kernel_stage1", "Triton attention"),
+        ("_fwd_kernel", "Triton attention"),
+        ("_fwd_kernel_stage2", "Triton attention"),
         ("mla_tree_verify_merge", "attention"),
         ("create_flashinfer_kv_indices_triton", "lists and masks"),
         ("ddtree_build_kernel", "tree"),
@@ -386,6 +394,68 @@ def test_ranks_that_did_not_run_the_same_are_an_error(tmp_path, second, message)
 )
 def test_a_kernels_name_says_its_kind(name, kind):
     assert breakdown.kind_of(name) == kind
+
+
+# The tiles of the experts that stand in.
+
+
+@pytest.fixture
+def chosen_tiles(tmp_path, monkeypatch):
+    """What upstream's fused MoE kernel runs with -> of (shape of w13, of w2, tokens)"""
+    import triton
+
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config as upstream
+
+    model = shapes.FULL.model
+    folder = experts.write_tiles(tmp_path, model, "NVIDIA H200", triton.__version__)
+    monkeypatch.setattr(upstream, "get_device_name", lambda: "NVIDIA H200")
+    settings = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=False))
+    monkeypatch.setattr(upstream, "get_exec", lambda: settings)
+    upstream.get_moe_configs.cache_clear()
+
+    def choose(tokens, *, experts=model["n_routed_experts"], down=False):
+        width, hidden = model["moe_intermediate_size"], model["hidden_size"]
+        w13, w2 = (experts, 2 * width, hidden), (experts, hidden, width)
+        return upstream.try_get_optimal_moe_config(w13, w2, 8, None, tokens, return_down_config=down)
+
+    yield SimpleNamespace(choose=choose, folder=folder, monkeypatch=monkeypatch)
+    upstream.get_moe_configs.cache_clear()
+
+
+def test_every_step_runs_with_the_tiles_that_upstream_takes_for_384_experts(chosen_tiles):
+    untuned = [chosen_tiles.choose(tokens, experts=384) for tokens in (1, 8, 9, 17, 33)]
+    assert untuned == [experts.TILES] * 5
+    assert chosen_tiles.choose(9) != experts.TILES  # 8 experts without the file
+    chosen_tiles.monkeypatch.setenv(experts.VARIABLE, str(chosen_tiles.folder))
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config
+
+    fused_moe_triton_config.get_moe_configs.cache_clear()
+    for tokens in (1, 8, 9, 17, 33, 8192):
+        tiles, (down, _) = chosen_tiles.choose(tokens, down=True)
+        assert tiles == down == experts.TILES
+
+
+class Experts(torch.nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        model = shapes.FULL.model
+        width, hidden = model["moe_intermediate_size"], model["hidden_size"]
+        self.w13_weight, self.w2_weight = (
+            torch.nn.Parameter(torch.empty(count, *shape, device="meta"))
+            for shape in ((2 * width, hidden), (hidden, width))
+        )
+
+
+def test_a_server_whose_tiles_depend_on_the_tokens_is_refused(chosen_tiles):
+    with pytest.raises(RuntimeError, match="depend on the tokens"):
+        seed.check_tiles(torch.nn.Sequential(Experts(8)))
+    with pytest.raises(RuntimeError, match="no fused experts"):
+        seed.check_tiles(torch.nn.Linear(1, 1))
+    chosen_tiles.monkeypatch.setenv(experts.VARIABLE, str(chosen_tiles.folder))
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config
+
+    fused_moe_triton_config.get_moe_configs.cache_clear()
+    seed.check_tiles(torch.nn.Sequential(Experts(8)))
 
 
 # The seeded context.
@@ -460,6 +530,8 @@ def test_arms_differ_in_what_their_name_says():
     assert eager.pop("disable_cuda_graph") and eager == graphs
     assert arguments("eagle_kdtree")["speculative_eagle_topk"] == 4
     assert "speculative_draft_attention_backend" not in arguments("eagle_kdtree")  # the drafter follows its target
+    assert arguments("tree_kdtree")["speculative_draft_attention_backend"] == "kdtree_sm120"
+    assert arguments("dflash_triton")["speculative_draft_attention_backend"] == "triton"
     assert arguments("tree_kdtree", kv_dtype="fp8")["kv_cache_dtype"] == "fp8_e4m3"
 
 
