@@ -31,6 +31,7 @@ PROBE_TOKENS = 6  # about as many steps: dummy weights accept next to nothing
 SLOW_STEP_MS = 300.0
 SLOW_WARM_STEPS, SLOW_STEPS = 1, 3
 PROFILED_STEPS = 5
+LOGGED_KERNELS = 40
 PROFILED_ARMS = ("plain_triton", "tree_kdtree")
 
 
@@ -199,6 +200,9 @@ def profile(engine, prompt: list[int], ranks: int) -> dict[str, dict]:
         traces = traces_by_rank(Path(folder))
         if sorted(traces) != list(range(ranks)):
             raise ValueError(f"traces of decode steps of ranks {sorted(traces)}, expected of {ranks}")
+        by_name = kernel_times(traces[0], steps=PROFILED_STEPS, label=lambda name: name[:90])
+        for name, us in sorted(by_name.items(), key=lambda item: -item[1])[:LOGGED_KERNELS]:
+            print(f"one_rank: {us:9.1f} us a step: {name}", flush=True)
         found = {"kernels_us": kernel_times(traces[0], steps=PROFILED_STEPS), "profiled_steps": whole_steps(traces[0])}
         if ranks > 1:
             found["collectives"] = collective_times([traces[r] for r in range(ranks)], steps=PROFILED_STEPS)

@@ -7,6 +7,7 @@ import collections
 import gzip
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,9 +81,9 @@ def whole_steps(path: Path) -> int:
     return max(0, len(step_starts(work_of(path))) - 1)
 
 
-def kernel_times(path: Path, *, steps: int) -> dict[str, float]:
-    """Microseconds a step by kind; ``gaps in graphs``: between two kernels of a replay; ``idle``: other time that no
-    work filled. They add up to the step's time.
+def kernel_times(path: Path, *, steps: int, label: Callable[[str], str] = kind_of) -> dict[str, float]:
+    """Microseconds a step by kind, which is ``label`` of a kernel's name; ``gaps in graphs``: between two kernels of a
+    replay; ``idle``: other time that no work filled. They add up to the step's time.
 
     Of the steps from one replay of the target's graph to another, and so without the prefill that was still running
     when the profile began; of the whole trace over ``steps`` where there are none. A kernel may be on the GPU before
@@ -104,7 +105,7 @@ def kernel_times(path: Path, *, steps: int) -> dict[str, float]:
             continue
         if start > done:
             totals[GAPS if item.launch is not None and item.launch == last else IDLE] += start - done
-        totals[kind_of(item.name)] += stop - max(start, done)
+        totals[label(item.name)] += stop - max(start, done)
         done, last = stop, item.launch
     totals[IDLE] += end - done
     return {kind: round(total / steps, 2) for kind, total in sorted(totals.items())}
