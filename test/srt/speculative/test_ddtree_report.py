@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_kernel_sm120 import Acceptance, ddtree_build, tree_accept
+from sgl_kernel_sm120 import Acceptance, ddtree_build, tree_accept, tree_count
+from sgl_kernel_sm120.tree import NUM_COUNTS
 from sglang.srt.managers.auxiliary_output import CommittedTokens
 from sglang.srt.speculative.ddtree_budget import FixedBudget, Option
 from sglang.srt.speculative.ddtree_report import (
@@ -19,12 +20,12 @@ from sglang.srt.speculative.ddtree_report import (
     DDTreeMetrics,
     DDTreeReport,
     StepCounts,
-    count_step,
     meta_info_values,
-    promised_drafts,
+    option_codes,
 )
 
 RANKS = 3
+NO_OPTIONS = torch.empty(0, dtype=torch.int32)
 
 
 def counts_of(truth, candidates, accept_len, depths):
@@ -59,7 +60,7 @@ def test_counts_are_those_of_the_definition(seed, nodes, depths, ranks, agreeing
     # A node at depth d that is on the true path wants the token after it; others want anything.
     wanted = truth.gather(1, tree.depth.long())
     accepted = tree_accept(tree.tokens, tree.parents, wanted, min(nodes, depths + 1))
-    counts = count_step(tree, ids, accepted, nodes)
+    counts = tree_count(tree, ids, scores, accepted, nodes, NO_OPTIONS)
     assert counts.dtype == torch.int32
     for r in range(b):
         length = int(accepted.accept_len[r])
@@ -72,19 +73,22 @@ def test_a_chain_that_the_tree_cuts_short_is_counted_as_open():
     ids = torch.tensor([[[5], [6], [7]]])
     tree = ddtree_build(torch.tensor([1]), ids, torch.full((1, 3, 1), -0.1), 2)
     accepted = tree_accept(tree.tokens, tree.parents, torch.tensor([[5, 6]]), 2)
-    assert count_step(tree, ids, accepted, 2).tolist() == [[2, 2, 2, 3, 1, 0]]
+    counts = tree_count(tree, ids, torch.full((1, 3, 1), -0.1), accepted, 2, NO_OPTIONS)
+    assert counts.tolist() == [[2, 2, 2, 3, 1, 0]]
 
 
 def test_promised_drafts_are_sums_of_path_probabilities():
     log_probs = torch.tensor([[[0.5, 0.25], [0.5, 0.25]]]).log()
     tree = ddtree_build(torch.tensor([1]), torch.arange(4).view(1, 2, 2), log_probs, 2, num_paths=6)
-    options = [Option(width=3, is_chain=True), Option(width=2), Option(width=4), Option(width=6)]
-    promised = promised_drafts(log_probs, tree.path_log_probs, options)
+    chains = [Option(width=width, is_chain=True) for width in (3, 2)]
+    options = [*chains, Option(width=2), Option(width=4), Option(width=6)]
+    accepted = tree_accept(tree.tokens, tree.parents, torch.tensor([[9, 9]]), 2)
+    codes = option_codes(options, torch.device("cpu"))
+    counts = tree_count(tree, torch.arange(4).view(1, 2, 2), log_probs, accepted, 2, codes)
+    promised = counts[:, NUM_COUNTS:].view(torch.float32)
     # Paths by probability: 1/2, 1/4 (depth 1), 1/4 (depth 2), then 1/8 three times.
-    expected = [0.5 + 0.25, 0.5, 0.5 + 0.25 + 0.25, 1.0 + 2 * 0.125]
+    expected = [0.5 + 0.25, 0.5, 0.5, 0.5 + 0.25 + 0.25, 1.0 + 2 * 0.125]
     torch.testing.assert_close(promised, torch.tensor([expected]))
-    chain = Option(width=2, is_chain=True)
-    assert promised_drafts(log_probs, tree.path_log_probs, [chain]).item() == pytest.approx(0.5)
 
 
 class Request:
@@ -126,10 +130,11 @@ def test_a_step_reaches_meta_info_and_the_budget():
         request.output_ids.append(0)  # the prefill's token
     tensor = torch.tensor([[8, 8, 3, 2, 0, 1], [8, 8, 2, 3, 1, 0], [8, 8, 5, 1, 0, -1]], dtype=torch.int32)
     promised = torch.tensor([[1.5, 2.0], [0.5, 1.0], [3.0, 3.0]])
+    tensor = torch.cat([tensor, promised.view(torch.int32)], dim=1)
     copies = []
-    step = StepCounts(report, Option(8), tensor, promised)
+    step = StepCounts(report, Option(8), tensor)
     on_host = step.copy_to_host(lambda t: copies.append(t) or t.clone())
-    assert [t.data_ptr() for t in copies] == [promised.data_ptr(), tensor.data_ptr()]
+    assert [t.data_ptr() for t in copies] == [tensor.data_ptr()]
     # b stops inside its path: its second token is the last one that is shown. c had finished before.
     commits = [requests[0].commit([4, 5, 6]), requests[1].commit([4, 5], finished_len=2), None]
     on_host.consume(SimpleNamespace(reqs=requests), commits)
@@ -205,4 +210,5 @@ def test_counting_needs_no_candidate_beyond_the_tree():
         path=torch.tensor([[0, 1, 2]]), accept_len=torch.tensor([1], dtype=torch.int32),
         out_tokens=torch.tensor([[1, 0, 0]]), bonus=torch.tensor([1]),
     )  # fmt: skip
-    assert count_step(tree, ids, accepted, 3).tolist() == [[3, 3, 1, 1, 0, 1]]
+    counts = tree_count(tree, ids, torch.full((1, 7, 2), -0.5), accepted, 3, NO_OPTIONS)
+    assert counts.tolist() == [[3, 3, 1, 1, 0, 1]]

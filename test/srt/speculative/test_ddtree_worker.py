@@ -12,7 +12,7 @@ from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.speculative import ddtree_checks
 from sglang.srt.speculative.ddtree_checks import check_tree_ops, kv_buffers_of, refuse_verify_backend
-from sglang.srt.speculative.ddtree_step import host_lens, node_rows, usable_ranks
+from sglang.srt.speculative.ddtree_step import chain_tree, host_lens, node_rows, usable_ranks
 from sglang.srt.speculative.ddtree_worker import DDTreeWorker
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
@@ -77,6 +77,16 @@ def test_a_stock_backend_gets_rows_of_prefix_and_draft(tree):
 
 def test_accepted_nodes_are_rows_of_the_packed_batch():
     assert node_rows(torch.tensor([[0, 2], [0, 1]]), NODES).tolist() == [[0, 2], [4, 5]]
+
+
+def test_a_chain_is_what_the_builder_makes_of_the_best_candidates():
+    ids = torch.arange(2 * 5 * 3).view(2, 5, 3)
+    root, log_probs = torch.tensor([100, 200]), torch.full((2, 5, 3), -0.5)
+    for width in (2, 4, 6):
+        want = sgl_kernel_sm120.ddtree_build(root, ids[..., :1], log_probs[..., :1], width)
+        got = chain_tree(root, ids, width, want.path_log_probs)
+        for name, ours, theirs in zip(want._fields, got, want, strict=True):
+            assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), (width, name)
 
 
 def test_kv_buffers_have_a_row_a_slot():

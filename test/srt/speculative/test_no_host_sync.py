@@ -18,6 +18,7 @@ from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.ddtree_budget import Decision, Option
 from sglang.srt.speculative.ddtree_draft import DraftCandidates
+from sglang.srt.speculative.ddtree_report import option_codes
 from sglang.srt.speculative.ddtree_sampling import adjust_logits, target_tokens
 from sglang.srt.speculative.ddtree_worker import DDTreeWorker
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
@@ -137,16 +138,17 @@ def test_a_step(device, greedy, layout, option):
         logits = torch.randn(BATCH * nodes, VOCAB)
         kv = [torch.randn(BATCH * NODES + 1, 4) for _ in range(3)]
         hidden = torch.arange(BATCH * nodes, dtype=torch.float32)[:, None].expand(-1, HIDDEN)
+        window = torch.arange(NODES)
         root, first_accepts = torch.tensor([3, 4]), torch.tensor([[True], [False]])
     step = SimpleNamespace(
         prefix_lens=prefix, batch_size=BATCH, plan=Plan(device), num_nodes=nodes, max_path=DEPTH + 1, window=NODES,
-        root=root, decision=Decision(option, min_log_prob=-50.0),
+        root=root, decision=Decision(option, min_log_prob=-50.0), positions=prefix[:, None] + window,
         max_lens_cpu=SimpleNamespace(sum=lambda: 13 + 10),  # a host tensor on a GPU too: may be read
     )  # fmt: skip
     runner = SimpleNamespace(attn_backend=make_backend(layout, device), kv_index_translator=None)
     worker = Worker(
         num_nodes=NODES, model_runner=runner, kv_buffers=kv, is_adaptive=True, report=None,
-        budget=SimpleNamespace(options=(CHAIN, TREE)),
+        option_codes=option_codes((CHAIN, TREE), torch.device(device)),
     )  # fmt: skip
     candidates = DraftCandidates(
         lm_head=head, block_size=DEPTH + 1, num_ranks=RANKS, tp_group=SimpleNamespace(world_size=1), device=device
@@ -167,7 +169,7 @@ def test_a_step(device, greedy, layout, option):
         worker.commit(step, accepted, hidden)
         counted = worker.count(step, tree, log_probs, ids, accepted)
     assert mask.numel() == (BATCH * nodes * nodes if layout == "QLEN_ONLY" else (13 + 10) * nodes)
-    assert counted.counts.shape == (BATCH, 6) and counted.promised.shape == (BATCH, 2)
+    assert counted.counts.shape == (BATCH, 6 + 2)
     assert int(accepted.accept_len[0]) > 1
     for request, path in enumerate(accepted.path.tolist()):
         for column, node in enumerate(path):

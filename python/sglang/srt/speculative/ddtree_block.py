@@ -36,14 +36,15 @@ def draft_forward_batch(worker: DDTreeWorker, step: TreeStep) -> ForwardBatch:
     """The block [root, mask, mask, ...] behind each prefix."""
     length, batch = step.block_size, step.batch
     num_tokens = step.batch_size * length
-    ids = step.root.new_full((step.batch_size, length), int(worker._mask_token_id))
-    ids[:, 0] = step.root
+    ids = step.block_ids
     embedding = unwrap_lora_layer(
         _resolve_dflash_embedding_module(
             worker.draft_model, worker.target_worker.model_runner.model
         )
     )
-    embeds = embedding(ids) * worker._noise_embed_scale
+    embeds = embedding(ids)
+    if worker._noise_embed_scale != 1.0:
+        embeds = embeds * worker._noise_embed_scale
     reads = draft_reads(worker, step)
     forward_batch = ForwardBatch(
         forward_mode=ForwardMode.TARGET_VERIFY,
@@ -54,7 +55,7 @@ def draft_forward_batch(worker: DDTreeWorker, step: TreeStep) -> ForwardBatch:
         out_cache_loc=None,
         seq_lens_sum=int(reads.max_lens_cpu.sum()),
         seq_lens_cpu=reads.max_lens_cpu,
-        positions=(step.prefix_lens[:, None] + worker._block_pos_offsets).flatten(),
+        positions=step.positions[:, :length].reshape(-1),
         input_embeds=embeds.view(num_tokens, -1),
         spec_algorithm=SpeculativeAlgorithm.DFLASH,
         spec_info=worker._draft_block_spec_info,

@@ -77,6 +77,9 @@ def check_tree_ops(device: torch.device) -> None:
     root = torch.zeros(1, dtype=torch.int64, device=device)
     candidate = torch.ones(1, 1, 1, dtype=torch.int64, device=device)
     tree = sgl_kernel_sm120.ddtree_build(root, candidate, candidate.float() - 2, 2)
-    sgl_kernel_sm120.tree_accept(tree.tokens, tree.parents, tree.tokens, 2)
+    accepted = sgl_kernel_sm120.tree_accept(tree.tokens, tree.parents, tree.tokens, 2)
+    sgl_kernel_sm120.tree_count(
+        tree, candidate, candidate.float() - 2, accepted, 2, root[:0].int()
+    )
     buffer = torch.zeros(1, 1, device=device)
     sgl_kernel_sm120.kv_move_all_layers([buffer], root, root)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence
 
 import msgspec
 import torch
-from sgl_kernel_sm120 import Acceptance, DraftTree
+from sgl_kernel_sm120.tree import NUM_COUNTS
 
 from sglang.srt.speculative.ddtree_budget import Option, StepRow
 
@@ -31,7 +31,7 @@ LEAF = "leaf"
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """A request's verify step. The columns of ``count_step``."""
+    """A request's verify step. The first columns of ``tree_count``."""
 
     built: int  # nodes in use, the root included
     verified: int  # rows of the target's forward
@@ -43,54 +43,10 @@ class Counts(msgspec.Struct, frozen=True):
     stop_rank: int
 
 
-def count_step(
-    tree: DraftTree, ids: torch.Tensor, accepted: Acceptance, width: int
-) -> torch.Tensor:
-    """int32 [b, 6], the fields of Counts. Fixed shapes, no host read.
-
-    ids int64 [b, D, K]: the candidates of each draft position, best first. Every
-    committed token is one of the target's, so a chain over the same candidates commits
-    the leading ones that are the best candidates, and one more.
-    """
-    depths, ranks = ids.shape[1:]
-    columns = min(depths, accepted.out_tokens.shape[1])
-    length = accepted.accept_len.long()
-    is_candidate = ids[:, :columns] == accepted.out_tokens[:, :columns, None]
-    committed = torch.arange(columns, device=ids.device) < length[:, None]
-    spine = (is_candidate[:, :, 0] & committed).long().cumprod(dim=1).sum(dim=1)
-    chain_is_open = (spine == length) & (spine < depths)
-    last = (length - 1).clamp(max=columns - 1)[:, None, None]
-    at_end = is_candidate.gather(1, last.expand(-1, 1, ranks))[:, 0]
-    stop_rank = torch.where(at_end.any(dim=1), at_end.int().argmax(dim=1), ranks)
-    return torch.stack(
-        [
-            tree.used.long(),
-            torch.full_like(length, width),
-            length,
-            spine + 1,
-            chain_is_open.long(),
-            torch.where(length - 1 < depths, stop_rank, -1),
-        ],
-        dim=1,
-    ).int()
-
-
-def promised_drafts(
-    log_probs: torch.Tensor, path_log_probs: torch.Tensor, options: Sequence[Option]
-) -> torch.Tensor:
-    """fp32 [b, options]: the sum of the probabilities of each option's nodes, by the
-    drafter's scores; that many drafts are accepted where the scores are right.
-
-    log_probs fp32 [b, D, K]; path_log_probs fp32 [b, M] of the best paths, the root first.
-    """
-    trees = path_log_probs.exp().cumsum(dim=1) - 1
-    chain = log_probs[:, :, 0].cumsum(dim=1).exp().cumsum(dim=1)
-    depths = chain.shape[1]
-    columns = [
-        chain[:, min(o.width - 1, depths) - 1] if o.is_chain else trees[:, o.width - 1]
-        for o in options
-    ]
-    return torch.stack(columns, dim=1)
+def option_codes(options: Sequence[Option], device: torch.device) -> torch.Tensor:
+    """int32 [options] as tree_count takes them."""
+    codes = [-o.width if o.is_chain else o.width for o in options]
+    return torch.tensor(codes, dtype=torch.int32, device=device)
 
 
 class StepCounts(msgspec.Struct, frozen=True):
@@ -99,27 +55,26 @@ class StepCounts(msgspec.Struct, frozen=True):
 
     report: DDTreeReport
     option: Option
-    counts: torch.Tensor  # int32 [b, 6]
-    promised: Optional[torch.Tensor]  # fp32 [b, options]
+    counts: torch.Tensor  # int32 [b, 6 + options] of tree_count
 
     def copy_to_host(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> StepCounts:
-        promised = None if self.promised is None else copy(self.promised)
-        return StepCounts(self.report, self.option, copy(self.counts), promised)
+        return StepCounts(self.report, self.option, copy(self.counts))
 
     def consume(
         self,
         batch: ScheduleBatch,
         commits: Sequence[Optional[CommittedTokens]],
     ) -> None:
-        rows, all_counts = [], self.counts.tolist()
-        promised = None if self.promised is None else self.promised.tolist()
+        rows, all_counts = [], self.counts[:, :NUM_COUNTS].tolist()
+        # Drafts that each option of an adaptive budget promised.
+        promised = self.counts[:, NUM_COUNTS:].view(torch.float32).tolist()
         for i, (req, commit) in enumerate(zip(batch.reqs, commits, strict=True)):
             if commit is None:
                 continue  # it had finished, or was retracted, before this step ended
             built, verified, accepted, chain, is_open, rank = all_counts[i]
             counts = Counts(built, verified, accepted, chain, bool(is_open), rank)
             self.report.add(req, counts, self.option)
-            if promised is not None:
+            if promised[i]:
                 rows.append(
                     StepRow(
                         rid=req.rid,
@@ -137,22 +92,21 @@ class Totals:
     """Of one request."""
 
     def __init__(self):
-        self.sums: Tally[str] = Tally()
+        self.steps = self.nodes_built = self.nodes_verified = 0
+        self.tree_tokens = self.chain_tokens = self.chain_longer = 0
         self.stops: Tally[str] = Tally()
 
     def add(self, counts: Counts, stop_rank: str) -> None:
-        self.sums.update(
-            steps=1,
-            nodes_built=counts.built,
-            nodes_verified=counts.verified,
-            tree_tokens=counts.accepted,
-            chain_tokens=counts.chain,
-            chain_longer=int(counts.chain_is_open),
-        )
+        self.steps += 1
+        self.nodes_built += counts.built
+        self.nodes_verified += counts.verified
+        self.tree_tokens += counts.accepted
+        self.chain_tokens += counts.chain
+        self.chain_longer += counts.chain_is_open
         self.stops[f"{counts.accepted - 1}:{stop_rank}"] += 1
 
     def as_dict(self) -> Dict[str, Any]:
-        return {**self.sums, "stops": dict(self.stops)}
+        return {**vars(self), "stops": dict(self.stops)}
 
 
 class DDTreeReport:
@@ -170,7 +124,9 @@ class DDTreeReport:
         stop_rank = (
             LEAF if rank < 0 else BEYOND if rank >= self.num_ranks else str(rank)
         )
-        totals = self.requests.setdefault(req, Totals())
+        totals = self.requests.get(req)
+        if totals is None:
+            totals = self.requests[req] = Totals()
         totals.add(counts, stop_rank)
         if self.metrics is not None:
             self.metrics.add(counts, stop_rank, option)

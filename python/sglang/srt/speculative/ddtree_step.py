@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import logging
+from functools import lru_cache
 from typing import TYPE_CHECKING, Optional
 
 import msgspec
 import sgl_kernel_sm120
 import torch
+from sgl_kernel_sm120 import DraftTree
 
 from sglang.srt.speculative.ddtree_budget import Decision
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
@@ -30,6 +32,8 @@ class TreeStep(msgspec.Struct, frozen=True):
     prefix_lens: torch.Tensor  # [b] committed tokens
     max_lens_cpu: torch.Tensor  # [b] on the host: at least prefix_lens + window
     plan: KVLocPlan  # the window of slots behind each prefix
+    positions: torch.Tensor  # int64 [b, window] of its tokens, were they a chain
+    block_ids: torch.Tensor  # int64 [b, L] the root and masks; the next step's, too
 
     @property
     def batch_size(self) -> int:
@@ -50,6 +54,12 @@ class TreeStep(msgspec.Struct, frozen=True):
         """Nodes on a path, the root included."""
         return min(self.num_nodes, self.block_size)
 
+    def node_positions(self, tree: DraftTree) -> torch.Tensor:
+        """int64 [b * N]"""
+        if self.decision.option.is_chain:
+            return self.positions[:, : self.num_nodes].reshape(-1)
+        return (self.prefix_lens[:, None] + tree.depth).reshape(-1)
+
     @property
     def root(self) -> torch.Tensor:
         """int64 [b]: the bonus token of the step before."""
@@ -58,8 +68,57 @@ class TreeStep(msgspec.Struct, frozen=True):
 
 def node_rows(path: torch.Tensor, num_nodes: int) -> torch.Tensor:
     """[b, max_path]: rows of the packed [b * N, ...] tensors."""
-    first = torch.arange(path.shape[0], device=path.device) * num_nodes
-    return path + first[:, None]
+    return path + first_rows(path.shape[0], num_nodes, path.device)
+
+
+# What is the same in every step of a shape: made once, so that no step launches it.
+
+
+@lru_cache(maxsize=512)
+def first_rows(batch_size: int, num_nodes: int, device: torch.device) -> torch.Tensor:
+    """int64 [b, 1]: the row of each request's root."""
+    return (torch.arange(batch_size, device=device) * num_nodes)[:, None]
+
+
+@lru_cache(maxsize=512)
+def block_of_masks(
+    batch_size: int, block_size: int, mask: int, device: torch.device
+) -> torch.Tensor:
+    """int64 [b, L]. The first column is the caller's, in the order of the stream."""
+    with torch.inference_mode(False):  # or it could be written in that mode alone
+        shape = (batch_size, block_size)
+        return torch.full(shape, mask, dtype=torch.int64, device=device)
+
+
+@lru_cache(maxsize=512)
+def chain_links(batch_size: int, width: int, device: torch.device) -> DraftTree:
+    """A DraftTree of chains of width nodes, without what a step brings."""
+    node = torch.arange(width, dtype=torch.int32, device=device)
+    visible = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+
+    def of_all(row: torch.Tensor) -> torch.Tensor:
+        return row.expand(batch_size, *row.shape).contiguous()
+
+    return DraftTree(
+        tokens=None,
+        parents=of_all(node - 1),
+        depth=of_all(node),
+        first_child=of_all(torch.where(node + 1 < width, node + 1, -1)),
+        next_sibling=of_all(torch.full_like(node, -1)),
+        visible=of_all(visible),
+        used=torch.full_like(node[:1], width).repeat(batch_size),
+        path_log_probs=None,
+    )
+
+
+def chain_tree(
+    root: torch.Tensor, ids: torch.Tensor, width: int, path_log_probs: torch.Tensor
+) -> DraftTree:
+    """The best candidates of ids int64 [b, D, K] behind root int64 [b]."""
+    return chain_links(len(root), width, root.device)._replace(
+        tokens=torch.cat([root[:, None], ids[:, : width - 1, 0]], dim=1),
+        path_log_probs=path_log_probs,
+    )
 
 
 def host_lens(

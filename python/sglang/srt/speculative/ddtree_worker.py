@@ -51,13 +51,14 @@ from sglang.srt.speculative.ddtree_penalties import DDTreeDraftInput, forget_tol
 from sglang.srt.speculative.ddtree_report import (
     DDTreeReport,
     StepCounts,
-    count_step,
-    promised_drafts,
+    option_codes,
     report_labels,
 )
 from sglang.srt.speculative.ddtree_sampling import adjust_logits, target_tokens
 from sglang.srt.speculative.ddtree_step import (
     TreeStep,
+    block_of_masks,
+    chain_tree,
     host_lens,
     node_rows,
     usable_ranks,
@@ -137,6 +138,9 @@ class DDTreeWorker(DFlashWorkerV2):
             self.widths.capture(option.width for option in options)
         if self.is_adaptive:
             self.budget = AdaptiveBudget(options, cost_table(self, options))
+        self.option_codes = option_codes(
+            self.budget.options if self.is_adaptive else (), torch.device(self.device)
+        )
         self.report = DDTreeReport(self.budget, self.num_ranks, report_labels())
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
@@ -202,7 +206,7 @@ class DDTreeWorker(DFlashWorkerV2):
         accepted = sgl_kernel_sm120.tree_accept(
             tree.tokens, tree.parents, wanted, step.max_path
         )
-        new_seq_lens = step.prefix_lens + accepted.accept_len.to(step.prefix_lens.dtype)
+        new_seq_lens = step.prefix_lens + accepted.accept_len
         if on_publish is not None:
             on_publish(new_seq_lens)
         self.fill_logprobs(step, accepted, wanted, logits)
@@ -241,12 +245,20 @@ class DDTreeWorker(DFlashWorkerV2):
         block_size = int(self.block_size)
         window = max(decision.option.width, block_size)
         lens_cpu, max_lens_cpu = host_lens(batch, carried, window)
+        root = carried.bonus_tokens.view(-1)
+        block_ids = block_of_masks(
+            len(root), block_size, int(self._mask_token_id), root.device
+        )
+        positions = root.new_empty(len(root), window)
         # The scheduler reserved the slots and wrote them behind the prefix.
         plan = self.model_runner.kv_index_translator.plan_uniform_extend(
             req_pool_indices=batch.req_pool_indices,
             seq_lens=batch.seq_lens,
             seq_lens_cpu=lens_cpu,
             width=window,
+            positions_out=positions,
+            anchor_src=root,
+            anchor_out=block_ids,
         )
         return TreeStep(
             batch=batch,
@@ -256,6 +268,8 @@ class DDTreeWorker(DFlashWorkerV2):
             prefix_lens=batch.seq_lens,
             max_lens_cpu=max_lens_cpu,
             plan=plan,
+            positions=positions,
+            block_ids=block_ids,
         )
 
     def draft_candidates(self, step: TreeStep) -> tuple[torch.Tensor, torch.Tensor]:
@@ -284,10 +298,7 @@ class DDTreeWorker(DFlashWorkerV2):
         paths = sgl_kernel_sm120.ddtree_build(
             root, ids, log_probs, 1, num_paths=self.num_nodes
         )
-        chain = sgl_kernel_sm120.ddtree_build(
-            root, ids[..., :1], log_probs[..., :1], option.width
-        )
-        return chain._replace(path_log_probs=paths.path_log_probs)
+        return chain_tree(root, ids, option.width, paths.path_log_probs)
 
     def count(
         self,
@@ -297,13 +308,10 @@ class DDTreeWorker(DFlashWorkerV2):
         ids: torch.Tensor,
         accepted: Acceptance,
     ) -> StepCounts:
-        promised = None
-        if self.is_adaptive:
-            promised = promised_drafts(
-                log_probs, tree.path_log_probs, self.budget.options
-            )
-        counts = count_step(tree, ids, accepted, step.num_nodes)
-        return StepCounts(self.report, step.decision.option, counts, promised)
+        counts = sgl_kernel_sm120.tree_count(
+            tree, ids, log_probs, accepted, step.num_nodes, self.option_codes
+        )
+        return StepCounts(self.report, step.decision.option, counts)
 
     def verify(self, step: TreeStep, tree: DraftTree) -> GenerationBatchResult:
         with self.widths.use(step.num_nodes):
@@ -315,7 +323,7 @@ class DDTreeWorker(DFlashWorkerV2):
         columns = None if step.window == step.num_nodes else slice(0, step.num_nodes)
         verify_input = DDTreeVerifyInput(
             draft_token=tree.tokens.reshape(-1),
-            positions=(step.prefix_lens[:, None] + tree.depth).reshape(-1).long(),
+            positions=step.node_positions(tree),
             draft_token_num=step.num_nodes,
             custom_mask=mask,
             tree_mask_mode=mask_mode,
@@ -377,7 +385,7 @@ class DDTreeWorker(DFlashWorkerV2):
         wanted = target_tokens(
             logits,
             info,
-            (step.prefix_lens[:, None] + tree.depth).reshape(-1),
+            None if info.is_all_greedy else step.node_positions(tree),
             step.num_nodes,
             self.model_runner.sampler,
         )
@@ -394,8 +402,10 @@ class DDTreeWorker(DFlashWorkerV2):
     def fill_logprobs(
         self, step: TreeStep, accepted: Acceptance, wanted: torch.Tensor, logits
     ) -> None:
-        rows = node_rows(accepted.path, step.num_nodes)
         info = step.batch.sampling_info
+        if info.sampling_mask_batch_indices is None and not step.batch.return_logprob:
+            return
+        rows = node_rows(accepted.path, step.num_nodes)
         if info.sampling_mask_batch_indices is not None:
             capture = SpeculativeSamplingMaskCapture.from_logits(
                 info,
@@ -418,22 +428,23 @@ class DDTreeWorker(DFlashWorkerV2):
         if hidden is None:
             raise RuntimeError("DDTREE: the target returned no hidden states.")
         shape = (step.batch_size, step.window)
-        slots = step.plan.write_ids(self.model_runner.kv_index_translator)
-        slots = slots.long().view(shape)
-        # The path is padded with column numbers: past its end a slot keeps its KV.
-        sgl_kernel_sm120.kv_move_all_layers(
-            self.kv_buffers,
-            slots[:, : step.max_path].reshape(-1),
-            slots.gather(1, accepted.path).flatten(),
-        )
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        if not step.decision.option.is_chain:  # whose path is where it belongs
+            slots = step.plan.write_ids(self.model_runner.kv_index_translator)
+            slots = slots.long().view(shape)
+            # The path is padded with column numbers: past its end a slot keeps its KV.
+            sgl_kernel_sm120.kv_move_all_layers(
+                self.kv_buffers,
+                slots[:, : step.max_path].reshape(-1),
+                slots.gather(1, accepted.path).flatten(),
+            )
+            hidden = hidden[node_rows(accepted.path, step.num_nodes).flatten()]
         draft_slots = self._draft_write_ids(step.plan).view(shape)
         draft_slots = draft_slots[:, : step.max_path].contiguous()
-        rows = node_rows(accepted.path, step.num_nodes).flatten()
-        chain = torch.arange(step.max_path, device=rows.device)
         self._append_target_hidden_to_draft_kv_by_loc(
-            target_hidden=hidden.reshape(-1, hidden.shape[-1])[rows],
+            target_hidden=hidden,
             cache_loc=draft_slots.flatten(),
             cache_loc_2d=draft_slots,
-            positions=(step.prefix_lens[:, None] + chain).flatten(),
+            positions=step.positions[:, : step.max_path].reshape(-1),
             commit_lens=accepted.accept_len,
         )
