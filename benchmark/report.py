@@ -284,6 +284,12 @@ TABLES: dict[str, Callable[[dict], str]] = {
     "acceptance_lengths": acceptance_table.acceptance_lengths,
     "acceptance_adaptive": acceptance_table.acceptance_adaptive,
 }
+ENGINE_TABLES = (
+    acceptance_table.engine_header,
+    acceptance_table.engine_acceptance,
+    acceptance_table.engine_speeds,
+    acceptance_table.engine_against_chain,
+)
 # Of runs that a document may describe before anybody has made them.
 OPTIONAL_TABLES: dict[str, Callable[[dict], str]] = {
     "one_rank_header": one_rank_header,
@@ -291,6 +297,7 @@ OPTIONAL_TABLES: dict[str, Callable[[dict], str]] = {
         f"one_rank_{make.__name__}": _one_rank(make)
         for make in (one_rank_table.steps, one_rank_table.speeds, one_rank_table.eagle, one_rank_table.kernels)
     },
+    **{f"acceptance_{make.__name__}": make for make in ENGINE_TABLES},
     "two_ranks_header": two_ranks_header,
     **{f"two_ranks_{part}": _two_ranks(part) for part in two_ranks_results.ROW_KEYS},
 }
@@ -299,6 +306,7 @@ LOADERS = {
     results.FORMAT: results.load,
     one_rank_results.FORMAT: one_rank_results.load,
     acceptance_results.FORMAT: acceptance_results.load,
+    acceptance_results.ENGINE_FORMAT: acceptance_results.load_engine,
     two_ranks_results.FORMAT: two_ranks_results.load,
 }
 

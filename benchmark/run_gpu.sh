@@ -9,6 +9,7 @@
 #   backend    tests of the attention backend: captured steps in real CUDA graphs, and what other parts mark as gpu
 #   kit        the operator's verbs on the GPU and on a server of the small model there: test/kit  -> kit/*.json, logs, plots
 #   e2e        backend_e2e.py: the real Engine, upstream's Triton against kdtree_sm120          -> backend_e2e.json
+#   acceptance the small model in Engines side by side: chain, trees, auto; tokens a step and a second -> acceptance.json, plot
 #   churn      backend_churn.py: a server under 64 clients for minutes                           -> backend_churn.json
 #   one_rank   one rank of Kimi K2.6, step time against context                                 -> one_rank.json, plots
 #   bench      every kernel of this job side by side                                            -> mla_tree_verify.json
@@ -24,21 +25,21 @@
 # site-packages and unpacked on an offline host: --site. --bundle: what pack_gpu.py wrote, for its steps above; without it
 # the native libraries of build_native.py are built here if nvcc is.
 # Environment: PYTHON (python3), COMMIT where there is no git; seconds a step: TEST_TIMEOUT, BACKEND_TIMEOUT, KIT_TIMEOUT,
-# E2E_TIMEOUT, CHURN_TIMEOUT, ONE_RANK_TIMEOUT, BENCH_TIMEOUT, DDTREE_TIMEOUT, KV_LAYOUT_TIMEOUT, SANITIZE_TIMEOUT,
-# TWO_RANKS_TIMEOUT (300, 300, 300, 900, 600, 1800, 500, 300, 600, 120 each tool, 480).
+# E2E_TIMEOUT, ACCEPTANCE_TIMEOUT, CHURN_TIMEOUT, ONE_RANK_TIMEOUT, BENCH_TIMEOUT, DDTREE_TIMEOUT, KV_LAYOUT_TIMEOUT,
+# SANITIZE_TIMEOUT, TWO_RANKS_TIMEOUT (300, 300, 300, 900, 300, 600, 1800, 500, 300, 600, 120 each tool, 480).
 set -u -o pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(dirname "$here")
 python=${PYTHON:-python3}
 bundle= site= out=$here/out
-all=(test backend kit e2e churn one_rank bench ddtree kv_layout sanitize plot)
+all=(test backend kit e2e acceptance churn one_rank bench ddtree kv_layout sanitize plot)
 steps=()
 while [ $# -gt 0 ]; do
   case $1 in
     --bundle) bundle=$(cd "${2:?--bundle needs a folder}" && pwd) || exit 2; shift 2 ;;
     --site) site=${2:?--site needs a folder}; shift 2 ;;
     --out) out=${2:?--out needs a folder}; shift 2 ;;
-    test | backend | kit | e2e | churn | one_rank | bench | ddtree | kv_layout | sanitize | plot | two_ranks) steps+=("$1"); shift ;;
+    test | backend | kit | e2e | acceptance | churn | one_rank | bench | ddtree | kv_layout | sanitize | plot | two_ranks) steps+=("$1"); shift ;;
     --) shift; break ;;
     -h | --help) sed -n '3,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) echo "run_gpu.sh: unknown argument '$1'; steps are ${all[*]} two_ranks" >&2; exit 2 ;;
@@ -104,6 +105,8 @@ for s in "${steps[@]}"; do
     kit) step kit "${KIT_TIMEOUT:-300}" env KIT_OUT="$out/kit" "$python" -m pytest "$root/test/kit" -m gpu -q -p no:cacheprovider ;;
     e2e) step e2e "${E2E_TIMEOUT:-900}" "$python" "$here/backend_e2e.py" --out "$out/backend_e2e.json" --logs "$out/e2e" \
       "${commit[@]}" "${own_args[@]}" ;;
+    acceptance) step acceptance "${ACCEPTANCE_TIMEOUT:-300}" env PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" "$python" \
+      -m acceptance --engine --out "$out/acceptance.json" --logs "$out/acceptance" "${commit[@]}" "${own_args[@]}" ;;
     churn) step churn "${CHURN_TIMEOUT:-600}" "$python" "$here/backend_churn.py" --out "$out/backend_churn.json" \
       "${commit[@]}" "${own_args[@]}" ;;
     one_rank)

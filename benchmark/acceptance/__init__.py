@@ -2,11 +2,16 @@
 """How many tokens a verify step commits: chain, trees, chain-seeded trees and the adaptive budget on the small model.
 
     python -m acceptance            in benchmark/; about two minutes on one CPU core, writes results/cpu/acceptance.json
+    python -m acceptance --engine   on a GPU, four minutes: real Engines side by side, acceptance and speed, with the
+                                    walk of their answers; writes results/h200/acceptance.json
 
 walk      one answer, walked in every way from one forward of each model
-results   the file, and what a reader may expect of it
-table     its tables in Markdown
-plot      its picture
+arm       one Engine in a process of its own, which does what it is told
+engine    all Engines: rounds of measurements that take turns, and the walk beside them
+scores    the models and the drafter's scores along an answer, in torch
+results   the files, and what a reader may expect of them
+table     their tables in Markdown
+plot      their pictures
 """
 
 WIDTHS = (8, 16, 32, 64)  # of trees

@@ -12,16 +12,15 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-MODELS = ROOT / "test" / "models"
-sys.path[:0] = [str(MODELS), str(ROOT / "benchmark" / "kernels")]
+sys.path[:0] = [str(ROOT / "test" / "models"), str(ROOT / "benchmark" / "kernels")]
 
-from tokenizers import Tokenizer  # noqa: E402
 from training.architecture import NUM_DRAFTS  # noqa: E402
-from training.checkpoint import load_drafter, load_target  # noqa: E402
-from training.offline_walk import Continuation, draft_log_probs, sampled_continuation  # noqa: E402
+from training.offline_walk import Continuation, sampled_continuation  # noqa: E402
 from verify_bench.results import commit  # noqa: E402
 
-from . import plot, results, table  # noqa: E402
+from . import arm, engine, plot, results, table  # noqa: E402
+from .arm import MODELS  # noqa: E402
+from .scores import load_models, log_probs_of  # noqa: E402
 from .walk import Study, Tally  # noqa: E402
 
 # Answers of each kind of text; "noise" are prompts of random tokens.
@@ -38,23 +37,36 @@ def chosen_entries(document: dict, quota: dict[str, int]) -> list[dict]:
     return chosen
 
 
-def log_probs_of(target, drafter, answer: Continuation) -> torch.Tensor:
-    """[a, D, V]: of the block at each token of the answer but the last."""
-    first = len(answer.prompt)
-    anchors = list(range(first, first + len(answer.tokens) - 1))
-    return draft_log_probs(target, drafter, answer.ids, anchors)
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="default: results/cpu/acceptance.json, of a GPU results/h200/")
+    parser.add_argument("--prompts", type=int, help="of each kind at most")
+    parser.add_argument("--tokens", type=int, default=128, help="of an answer")
+    parser.add_argument("--commit", help="what the header says (default: git's HEAD)")
+    parser.add_argument("--engine", action="store_true", help="real Engines instead of the walk alone")
+    group = parser.add_argument_group("of --engine")
+    group.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    group.add_argument("--arms", nargs="+", choices=arm.ARMS, default=list(arm.ARMS), metavar="ARM")
+    group.add_argument("--seconds", type=float, default=100, help="no round begins that would end later")
+    group.add_argument("--rounds", type=int, default=engine.MAX_ROUNDS, help="at most")
+    group.add_argument("--logs", type=Path, help="a folder that keeps the Engines' logs")
+    args = parser.parse_args(argv)
+    if args.out is None:
+        folder = "h200" if args.engine and args.device == "cuda" else "cpu"
+        if args.engine and args.device == "cpu":
+            parser.error("--engine --device cpu is for trying it out: say with --out where to")
+        args.out = ROOT / "benchmark" / "results" / folder / "acceptance.json"
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmark" / "results" / "cpu" / "acceptance.json")
-    parser.add_argument("--prompts", type=int, help="of each kind at most (default: 16 of code, 4 of the others)")
-    parser.add_argument("--tokens", type=int, default=128, help="of an answer")
-    parser.add_argument("--commit", help="what the header says (default: git's HEAD)")
-    args = parser.parse_args(argv)
+    args = parse(argv)
+    return engine.run(args) if args.engine else walk_all(args)
+
+
+def walk_all(args: argparse.Namespace) -> int:
     quota = {kind: min(n, args.prompts or n) for kind, n in PROMPTS.items()}
-    target, drafter = load_target(MODELS / "target"), load_drafter(MODELS / "drafter")
-    tokenizer = Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
+    target, drafter, tokenizer = load_models()
     document = json.loads((MODELS / "expected_steps.json").read_text())
     entries = chosen_entries(document, quota)
     block_size = NUM_DRAFTS + 1

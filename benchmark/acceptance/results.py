@@ -9,6 +9,7 @@ from pathlib import Path
 from . import ROW_COSTS
 
 FORMAT = "acceptance-1"
+ENGINE_FORMAT = "acceptance-engine-1"
 TEMPERATURES = ("0", "1")
 
 
@@ -40,4 +41,25 @@ def load(path: Path) -> dict:
                     top = way["tokens"] if key == "accept_length" else way["rows"]
                     if abs(way[key] - top / value) > 1e-3:
                         raise ValueError(f"{path}: T = {temperature}, {kind}, {name}: {key} is {way[key]}")
+    return data
+
+
+def load_engine(path: Path) -> dict:
+    """Of real Engines. Refuses a file that is not consistent with itself."""
+    data = json.loads(Path(path).read_text())
+    if data["header"]["format"] != ENGINE_FORMAT:
+        raise ValueError(f"{path}: format {data['header']['format']!r}, expected {ENGINE_FORMAT!r}")
+    tokens: dict[tuple, set[float]] = {}
+    for row in data["rows"]:
+        where = f"{path}: {row['arm']}, T = {row['temperature']}, {row['kind']}, batch {row['batch']}"
+        for key, top, bottom in (("accept_length", "tokens", "steps"), ("rows_per_token", "rows", "tokens")):
+            if abs(row[key] - row[top] / row[bottom]) > 1e-3:
+                raise ValueError(f"{where}: {key} is {row[key]}, {top} over {bottom} {row[top] / row[bottom]:.3f}")
+        if len(row["tok_s"]) != row["rounds"]:
+            raise ValueError(f"{where}: {len(row['tok_s'])} speeds of {row['rounds']} rounds")
+        cell = row["temperature"], row["kind"], row["batch"]
+        tokens.setdefault(cell, set()).add(row["tokens"] / row["rounds"])
+    for cell, found in tokens.items():
+        if len(found) != 1:
+            raise ValueError(f"{path}: {cell}: arms gave {sorted(found)} tokens a round")
     return data

@@ -38,3 +38,81 @@ def acceptance_adaptive(data: dict) -> str:
             cells.append(f"{speeds[f'adaptive {row_cost:g}'] / speeds['chain']:.2f} / {best / speeds['chain']:.2f}")
         rows.append([f"{row_cost:.1%}", *cells])
     return markdown(["a row costs", *(f"{kind}, T = {t}" for t, kind in columns)], rows)
+
+
+# What is behind a temperature and a kind in the engine's tables.
+LABELS = {"dflash": "chain (DFLASH)", "chain": "chain (DDTREE)", "auto": "auto"}
+
+
+def engine_rows(data: dict, batch: int) -> dict[str, dict[tuple[str, str], dict]]:
+    """arm -> (temperature, kind) -> row, in the order of the file"""
+    found: dict[str, dict[tuple[str, str], dict]] = {}
+    for row in data["rows"]:
+        if row["batch"] == batch:
+            found.setdefault(row["arm"], {})[row["temperature"], row["kind"]] = row
+    return found
+
+
+def engine_columns(rows: dict[str, dict[tuple[str, str], dict]]) -> list[tuple[str, str]]:
+    return list(dict.fromkeys(column for cells in rows.values() for column in cells))
+
+
+def engine_header(data: dict) -> str:
+    h = data["header"]
+    gpu = h["gpu"] or {}
+    rounds = max(row["rounds"] for row in data["rows"])
+    return (
+        f"{gpu.get('name', h['device'])}; {h['date'][:10]}, commit {h['commit'][:12]}; torch {h['versions']['torch']}; "
+        f"{h['tokens']} tokens an answer, up to {rounds} rounds."
+    )
+
+
+def engine_acceptance(data: dict) -> str:
+    """Tokens of a step / rows verified for a token, one request at a time."""
+    rows = engine_rows(data, batch=1)
+    columns, lines = engine_columns(rows), []
+    for arm, cells in rows.items():
+        found = (cells.get(column) for column in columns)
+        line = [f"{c['accept_length']:.2f} / {c['rows_per_token']:.1f}" if c else "-" for c in found]
+        lines.append([LABELS.get(arm, arm), *line])
+    return markdown(["tokens a step / rows a token", *(f"{kind}, T = {t}" for t, kind in columns)], lines)
+
+
+def engine_speeds(data: dict) -> str:
+    """Tokens a second, and against upstream's chain: the median of the rounds."""
+    batches = sorted({row["batch"] for row in data["rows"]})
+    lines = []
+    for arm in dict.fromkeys(row["arm"] for row in data["rows"]):
+        line = [LABELS.get(arm, arm)]
+        for batch in batches:
+            rows = engine_rows(data, batch)
+            for column in engine_columns(rows):
+                if column[0] == "0":
+                    line.append(speed_cell(rows.get(arm, {}).get(column)))
+        lines.append(line)
+    kinds = dict.fromkeys(row["kind"] for row in data["rows"])
+    columns = [f"{kind}, {batch} at once" for batch in batches for kind in kinds]
+    return markdown(["tokens/s, x chain (DFLASH)", *columns], lines)
+
+
+def speed_cell(row: dict | None) -> str:
+    if row is None:
+        return "-"
+    speeds = sorted(row["tok_s"])
+    ratio = row.get("over_dflash")
+    return f"{speeds[len(speeds) // 2]:,.0f}" + (f", {ratio[1]:.2f}x" if ratio else "")
+
+
+def engine_against_chain(data: dict) -> str:
+    """The adaptive budget over upstream's chain: the lowest, the median and the highest ratio of the rounds, at each
+    temperature where both run; and over the chain that DDTREE verifies."""
+    lines = []
+    for row in data["rows"]:
+        if row["arm"] != "auto":
+            continue
+        cells = [
+            " / ".join(f"{ratio:.3f}" for ratio in row[key]) if key in row else "-"
+            for key in ("over_dflash", "over_chain")
+        ]
+        lines.append([f"{row['kind']}, T = {row['temperature']}, {row['batch']} at once", str(row["rounds"]), *cells])
+    return markdown(["auto", "rounds", "over chain (DFLASH): lowest / median / highest", "over chain (DDTREE)"], lines)

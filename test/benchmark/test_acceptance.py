@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from acceptance import ROW_COSTS, WIDTHS, results, table
+from acceptance import ROW_COSTS, WIDTHS, arm, engine, plot, results, table
 
 walk = pytest.importorskip("acceptance.walk", reason="the fork of sglang is not installed")
 
@@ -89,3 +89,156 @@ def test_the_committed_file_is_consistent_and_fills_its_tables(tmp_path):
     broken.write_text(json.dumps(data))
     with pytest.raises(ValueError, match="chain: accept_length is"):
         results.load(broken)
+
+
+# Of real Engines.
+
+
+def told(steps, rows, answers=(), seconds=1.0):
+    return {
+        "seconds": seconds, "answers": list(answers), "tokens": 12, "steps": steps, "batch_steps": steps, "rows": rows
+    }  # fmt: skip
+
+
+def found_cells():
+    """Two rounds of two kinds, one of them sampled as well."""
+    found = {}
+    for temperature, kind in (("0", "code"), ("0", "prose"), ("1", "code")):
+        for size in (1, 8):
+            for name, steps, rows, seconds in (
+                ("dflash", 4, 32, 1.0), ("chain", 4, 32, 1.02), ("tree 16", 3, 48, 0.8), ("auto", 3, 30, 0.9)
+            ):  # fmt: skip
+                if name == "dflash" and temperature == "1":
+                    continue
+                rounds = [told(steps, rows, seconds=seconds), told(steps, rows, seconds=2 * seconds)]
+                found[name, temperature, kind, size] = rounds
+    return found
+
+
+def engine_document(found):
+    header = {
+        "format": results.ENGINE_FORMAT, "date": "2026-01-01T00:00:00Z", "commit": "c" * 40, "device": "cuda",
+        "gpu": {"name": "NVIDIA H200"}, "versions": {"torch": "2.11"}, "tokens": 4,
+    }  # fmt: skip
+    return {"header": header, "rows": engine.rows_of_file(found), "walks": [], "problems": []}
+
+
+def test_ratios_are_taken_within_rounds():
+    """The second round is twice as slow for all arms: no ratio moves."""
+    rows = engine.rows_of_file(found_cells())
+    auto = next(row for row in rows if row["arm"] == "auto" and row["temperature"] == "0")
+    assert auto["over_dflash"] == pytest.approx([1 / 0.9] * 3, abs=1e-4)
+    assert auto["over_chain"] == pytest.approx([1.02 / 0.9] * 3, abs=1e-4)
+    assert auto["tok_s"] == pytest.approx([12 / 0.9, 6 / 0.9], abs=0.1) and auto["rounds"] == 2
+    assert (auto["accept_length"], auto["rows_per_token"]) == (4.0, 2.5)
+    assert not any("over_dflash" in row for row in rows if row["temperature"] == "1")
+
+
+def test_the_tables_of_engines(tmp_path):
+    path = tmp_path / "acceptance.json"
+    path.write_text(json.dumps(engine_document(found_cells())))
+    data = results.load_engine(path)
+    lengths = table.engine_acceptance(data).splitlines()
+    assert lengths[0] == "| tokens a step / rows a token | code, T = 0 | prose, T = 0 | code, T = 1 |"
+    assert lengths[2] == "| chain (DFLASH) | 3.00 / 2.7 | 3.00 / 2.7 | - |"
+    speeds = table.engine_speeds(data).splitlines()
+    assert speeds[0].count("at once") == 4 and "| tree 16 | 15, 1.25x |" in speeds[4]
+    against = table.engine_against_chain(data).splitlines()
+    assert against[2] == "| code, T = 0, 1 at once | 2 | 1.111 / 1.111 / 1.111 | 1.133 / 1.133 / 1.133 |"
+    assert against[-1].startswith("| code, T = 1, 8 at once | 2 | - |")
+    assert "NVIDIA H200" in table.engine_header(data)
+    plot.draw_engine(data, tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_an_inconsistent_file_of_engines_is_refused(tmp_path):
+    path = tmp_path / "acceptance.json"
+    for change, message in (
+        ({"accept_length": 9.0}, "accept_length is 9.0"), ({"tok_s": [1.0]}, "1 speeds of 2 rounds"),
+        ({"tokens": 26, "accept_length": 4.333, "rows_per_token": 2.462}, "arms gave"),
+    ):  # fmt: skip
+        data = engine_document(found_cells())
+        data["rows"][0] |= change
+        if "tokens" in change:
+            data["rows"][0] |= {"steps": 6, "rows": 64}
+        path.write_text(json.dumps(data))
+        with pytest.raises(ValueError, match=message):
+            results.load_engine(path)
+
+
+def test_each_arm_is_another_engine():
+    arguments = [arm.arguments_of(name, "cuda") for name in arm.ARMS]
+    assert len({json.dumps(a, sort_keys=True) for a in arguments}) == len(arm.ARMS) == 7
+    assert arm.arguments_of("tree 64", "cuda")["speculative_num_draft_tokens"] == 64
+    assert arm.arguments_of("auto", "cpu")["speculative_ddtree_budget"] == "auto"
+    with pytest.raises(ValueError, match="arm: expected one of dflash, chain"):
+        arm.speculation_of("tree 7")
+
+
+class Generator:
+    """An Engine whose requests take 2, 3, 4, ... steps."""
+
+    def generate(self, prompts, parameters):
+        count = parameters["max_new_tokens"]
+        return [
+            {
+                "output_ids": [1] * count,
+                "meta_info": {
+                    "completion_tokens": count,
+                    "spec_verify_ct": 2 + i,
+                    "ddtree": [None, {"nodes_verified": 9}],
+                },
+            }
+            for i in range(len(prompts))
+        ]
+
+
+def test_a_batch_takes_the_steps_of_its_longest_request():
+    found = arm.generate(Generator(), "dflash", [["a", "b"], ["c", "d"]], 0.0, 5)
+    assert (found["tokens"], found["steps"], found["batch_steps"]) == (16, 10, 6)
+    assert found["rows"] == 8 * 10 and len(found["answers"]) == 4
+    assert arm.generate(Generator(), "tree 8", [["a", "b"]], 0.0, 5)["rows"] == 18
+
+
+def test_prompts_fill_whole_batches():
+    assert engine.batches_of(["a", "b", "c"], 1) == [["a"], ["b"], ["c"]]
+    assert engine.batches_of(["a", "b", "c"], 8) == [["a", "b", "c", "a", "b", "c", "a", "b"]]
+    assert engine.batches_of(list("abcdefghij"), 8) == [list("abcdefgh")]
+    entries = [{"kind": kind, "prompt": f"{kind} {i}"} for i in range(9) for kind in ("code", "prose", "repeat")]
+    assert {kind: len(p) for kind, p in engine.chosen_prompts(entries, None).items()} == {
+        "code": 8, "prose": 4, "noise": 0, "long": 0
+    }  # fmt: skip
+
+
+def test_rounds_end_with_the_time_and_sample_at_first(monkeypatch):
+    clock = iter(range(0, 10_000, 10))
+    monkeypatch.setattr(engine.time, "monotonic", lambda: next(clock))
+    asked = []
+
+    class Fake:
+        links = dict.fromkeys(("dflash", "auto", "tree 8"))
+        started = {name: {"can_sample": name == "auto"} for name in links}
+
+        def ask(self, name, **job):
+            if name == "tree 8" and len(asked) > 10:
+                raise EOFError
+            asked.append((name, job["temperature"]))
+            return told(3, 24)
+
+    found = engine.measure(Fake(), {"code": ["a"]}, 12, seconds=40, rounds=9)
+    assert {key[0] for key in found} == {"dflash", "auto"}  # not the one that was lost
+    rounds = {key: len(value) for key, value in found.items()}
+    assert rounds["dflash", "0", "code", 1] == rounds["auto", "0", "code", 8] >= engine.MIN_ROUNDS
+    assert rounds["auto", "1", "code", 1] == engine.SAMPLED_ROUNDS and ("dflash", "1", "code", 1) not in rounds
+    assert asked.count(("dflash", 0.0)) == 2 * (rounds["dflash", "0", "code", 1] + 1)
+
+
+def test_steps_that_the_walk_does_not_take_are_a_problem():
+    walks = [
+        {"arm": "tree 8", "temperature": "0", "kind": "code", "steps": 101, "walk_steps": 100},
+        {"arm": "tree 8", "temperature": "0", "kind": "prose", "steps": 110, "walk_steps": 100},
+    ]
+    assert engine.problems_of(walks, "cpu") == [
+        "tree 8, T = 0, code: 101 steps, 100 in the walk", "tree 8, T = 0, prose: 110 steps, 100 in the walk"
+    ]  # fmt: skip
+    assert [p.split(":")[0] for p in engine.problems_of(walks, "cuda")] == ["tree 8, T = 0, prose"]

@@ -65,9 +65,11 @@ def test_all_steps_in_order(run):
 
 def test_the_engine_steps_on_an_unpacked_tree(run, tmp_path):
     site = f"{tmp_path}/a:{tmp_path}/b"
-    done, calls = run("--site", site, "backend", "kit", "e2e", "churn", "one_rank")
+    done, calls = run("--site", site, "backend", "kit", "e2e", "acceptance", "churn", "one_rank")
     assert done.returncode == 0, done.stdout + done.stderr
-    backend, kit, e2e, churn, one_rank, plot = calls
+    backend, kit, e2e, acceptance, churn, one_rank, plot = calls
+    assert f"PYTHONPATH={SCRIPT.parent}:{site}" in acceptance
+    assert acceptance.endswith(f"-m acceptance --engine --out {run.out}/acceptance.json --logs {run.out}/acceptance")
     assert f"PYTHONPATH={site}" in kit and f"{SCRIPT.parents[1]}/test/kit -m gpu" in kit
     assert f"backend_churn.py --out {run.out}/backend_churn.json" in churn
     assert all(f"PYTHONPATH={site}" in c for c in (backend, e2e, churn)) and all(site in c for c in (one_rank, plot))
@@ -100,6 +102,8 @@ def test_arguments_go_to_the_one_step_that_is_named(run):
     for step in ("ddtree", "kv_layout"):
         _, (call,) = run("--bundle", str(run.bundle), step, "--", "--budget-ms", "9")
         assert call.endswith("--commit abc123 --budget-ms 9")
+    _, (call,) = run("acceptance", "--", "--arms", "auto")
+    assert call.endswith("--arms auto")
     _, calls = run("--bundle", str(run.bundle), "test", "bench", "--", "--shapes", "smoke")
     assert "smoke" not in calls[0] and calls[1].endswith("--shapes smoke")
 

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One Engine in a process of its own. engine.py tells it over a socket what to generate.
+
+python -m acceptance.arm '{"arm": "tree 16", "device": "cuda", ...}'     # what engine.py calls
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+from . import WIDTHS
+
+MODELS = Path(__file__).resolve().parents[2] / "test" / "models"
+BLOCK = 8  # of the small model's drafter
+WIDEST = max(WIDTHS)
+# dflash is upstream's chain; chain the same drafts verified by DDTREE, which can also sample where upstream cannot.
+ARMS = ("dflash", "chain", *(f"tree {width}" for width in WIDTHS), "auto")
+MAX_BATCH = 8
+
+
+def speculation_of(arm: str) -> dict[str, Any]:
+    """Arguments of an Engine."""
+    if arm not in ARMS:
+        raise ValueError(f"arm: expected one of {', '.join(ARMS)}; got {arm!r}")
+    if arm == "dflash":
+        return {"speculative_algorithm": "DFLASH", "speculative_num_draft_tokens": BLOCK}
+    if arm == "chain":
+        return {
+            "speculative_algorithm": "DDTREE",
+            "speculative_num_draft_tokens": BLOCK,
+            "speculative_ddtree_topk": 1,
+        }
+    if arm == "auto":
+        return {
+            "speculative_algorithm": "DDTREE",
+            "speculative_num_draft_tokens": WIDEST,
+            "speculative_ddtree_budget": "auto",
+        }
+    return {"speculative_algorithm": "DDTREE", "speculative_num_draft_tokens": int(arm.removeprefix("tree "))}
+
+
+def arguments_of(arm: str, device: str) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "model_path": str(MODELS / "target"),
+        "speculative_draft_model_path": str(MODELS / "drafter"),
+        "attention_backend": "kdtree_sm120",
+        "max_running_requests": MAX_BATCH,
+        "max_total_tokens": 32768,
+        "context_length": 4096,
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "random_seed": 1,
+        "watchdog_timeout": 300,
+        "log_level": "info",
+        "sleep_on_idle": True,  # the others, while one has its turn
+    }
+    if device == "cpu":
+        arguments |= {"device": "cpu", "dtype": "float32"}
+    else:
+        # All Engines share the GPU. Graphs of a prefill take most of a start, and no part in a decode step.
+        arguments |= {
+            "dtype": "bfloat16",
+            "mem_fraction_static": 0.3,
+            "cuda_graph_max_bs_decode": MAX_BATCH,
+            "disable_prefill_cuda_graph": True,
+        }
+    return arguments | speculation_of(arm)
+
+
+def rows_of(arm: str, meta: dict[str, Any]) -> int:
+    """Rows that the target verified for an answer."""
+    if arm == "dflash":
+        return BLOCK * meta["spec_verify_ct"]
+    return meta["ddtree"][-1]["nodes_verified"]
+
+
+def generate(engine, arm: str, batches: list[list[str]], temperature: float, tokens: int) -> dict[str, Any]:
+    """Batches one after another. seconds: behind the prefill, whose time is that of the same batches with one token."""
+    seconds = {}
+    for count in (1, tokens):
+        parameters = {"temperature": temperature, "max_new_tokens": count, "ignore_eos": True}
+        start, outputs = time.perf_counter(), []
+        for batch in batches:
+            outputs += engine.generate(batch, parameters)
+        seconds[count] = time.perf_counter() - start
+    metas = [output["meta_info"] for output in outputs]
+    steps = [meta["spec_verify_ct"] for meta in metas]
+    size = len(batches[0])
+    return {
+        "seconds": seconds[tokens] - seconds[1],
+        "answers": [output["output_ids"] for output in outputs],
+        "tokens": sum(meta["completion_tokens"] - 1 for meta in metas),
+        "steps": sum(steps),
+        # A batch takes as many steps as its longest request.
+        "batch_steps": sum(max(steps[i : i + size]) for i in range(0, len(steps), size)),
+        "rows": sum(rows_of(arm, meta) for meta in metas),
+    }
+
+
+def main(argv: list[str]) -> int:
+    task = json.loads(argv[0])
+    arm = task["arm"]
+    arguments = arguments_of(arm, task["device"])
+    print(f"acceptance: {arm}: {json.dumps(arguments)}", flush=True)
+    import sglang
+
+    start = time.monotonic()
+    engine = sglang.Engine(**arguments)
+    with Client(task["address"], family="AF_UNIX") as parent:
+        parent.send({"arm": arm, "start_s": round(time.monotonic() - start, 1), "can_sample": can_sample(arm)})
+        while (job := parent.recv()) is not None:
+            parent.send(generate(engine, arm, **job))
+    engine.shutdown()
+    return 0
+
+
+def can_sample(arm: str) -> bool:
+    """Upstream's chain decodes greedily at any temperature where its sampling kernel is missing."""
+    if arm != "dflash":
+        return True
+    from sglang.srt.speculative.dflash_utils import is_dflash_sampling_verify_available
+
+    return bool(is_dflash_sampling_verify_available())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
