@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time the kernels that a draft tree adds to a decode step: ddtree_build, tree_accept, kv_move_all_layers.
+"""Time the kernels that a draft tree adds to a decode step: ddtree_build, tree_accept, tree_count, kv_move_all_layers.
 
     python benchmark/kernels/bench_ddtree.py --out benchmark/results/h200/ddtree.json
     python benchmark/kernels/bench_ddtree.py --device cpu --shape bs=1,n=32,k=32,depth=7     # to try the program
 
-Every result is compared with the CPU op, bit for bit, before it is timed; a wrong one is not timed and the exit code is
-1. A CUDA graph of 61 calls over several inputs is timed with events, as bench_mla_tree_verify.py does.
+Every result is compared bit for bit with the op's torch form before it is timed, and the torch form, which runs on the
+device too, with the CPU op on some requests of each input; a wrong one is not timed and the exit code is 1. A CUDA
+graph of 61 calls over several inputs is timed with events, as bench_mla_tree_verify.py does.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ import torch
 from verify_bench import results, timing
 
 import sgl_kernel_sm120
-from sgl_kernel_sm120 import DraftTree
+from sgl_kernel_sm120 import Acceptance, DraftTree
+from sgl_kernel_sm120 import tree as torch_forms
 
 ROOT = Path(__file__).resolve().parents[2]
 FORMAT = "ddtree-1"
 INPUTS = 8  # score sheets to rotate over
+ON_HOST = 4  # requests of an input that the CPU op builds as well
 LAYERS, KV_ROW = 61, 576  # of the KV that accepted paths are moved in, bf16
 POOL_SLOTS = 32768  # the largest shape has as many nodes
 
@@ -68,58 +71,88 @@ def parse_shape(text: str) -> Shape:
 
 @dataclasses.dataclass
 class Problem:
-    """INPUTS batches of candidates, and targets that follow the tree for a few nodes. On the host."""
+    """INPUTS batches of candidates, targets that follow the tree for a few nodes, and the torch forms' answers."""
 
     root: torch.Tensor
     ids: torch.Tensor
     scores: torch.Tensor
     trees: list[DraftTree]
     targets: list[torch.Tensor]
+    accepted: list[Acceptance]
+    counts: list[torch.Tensor]
+    options: torch.Tensor
 
 
-def build(shape: Shape, seed: int) -> Problem:
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(INPUTS, shape.bs, shape.depth, 2048, generator=generator) * 2.5
-    scores, ids = logits.log_softmax(-1).topk(shape.k)
-    root = torch.randint(0, 2048, (shape.bs,), generator=generator)
-    trees = [sgl_kernel_sm120.ddtree_build(root, i, s, shape.n) for i, s in zip(ids, scores, strict=True)]
-    targets = []
-    for tree in trees:
+def build(shape: Shape, seed: int, device: torch.device) -> Problem:
+    generator = torch.Generator(device).manual_seed(seed)
+    sheets = []
+    for _ in range(INPUTS):
+        logits = torch.randn(shape.bs, shape.depth, 2048, generator=generator, device=device) * 2.5
+        sheets.append(logits.log_softmax(-1).topk(shape.k))
+    scores, ids = (torch.stack(x) for x in zip(*sheets, strict=True))
+    root = torch.randint(0, 2048, (shape.bs,), generator=generator, device=device)
+    max_len = min(shape.depth + 1, shape.n)
+    options = torch.tensor([-8, 4, 8, shape.n], dtype=torch.int32, device=device)
+    problem = Problem(root, ids, scores, [], [], [], [], options)
+    for i, s in zip(ids, scores, strict=True):
+        tree = DraftTree(*(torch.empty_like(t) for t in sgl_kernel_sm120.ddtree_build(root, i, s, shape.n)))
+        torch_forms._build(root, i, s, *tree, float("-inf"))
         child = tree.tokens.gather(1, tree.first_child.clamp(min=0).long())
-        goes_on = torch.rand(child.shape, generator=generator) < 0.8
-        targets.append(torch.where(goes_on, child, 0))
-    return Problem(root, ids, scores, trees, targets)
+        goes_on = torch.rand(child.shape, generator=generator, device=device) < 0.8
+        target = torch.where(goes_on, child, 0)
+        walk = sgl_kernel_sm120.tree_accept(tree.tokens, tree.parents, target, max_len)
+        accepted = Acceptance(*(torch.empty_like(t) for t in walk))
+        torch_forms._accept(tree.tokens, tree.parents, target, *accepted)
+        counts = torch.empty(shape.bs, torch_forms.NUM_COUNTS + len(options), dtype=torch.int32, device=device)
+        torch_forms._count(
+            i, s, tree.path_log_probs, tree.used, accepted.accept_len, accepted.out_tokens, options, counts, shape.n
+        )
+        problem.trees.append(tree)
+        problem.targets.append(target)
+        problem.accepted.append(accepted)
+        problem.counts.append(counts[:, : torch_forms.NUM_COUNTS])  # what follows are sums, in another order
+    return problem
+
+
+def is_torch_form_right(shape: Shape, problem: Problem) -> bool:
+    some = min(shape.bs, ON_HOST)
+    for i, s, tree in zip(problem.ids, problem.scores, problem.trees, strict=True):
+        inputs = (t[:some].cpu() for t in (problem.root, i, s))
+        on_host = sgl_kernel_sm120.ddtree_build(*inputs, shape.n)
+        if not all(torch.equal(a, b[:some].cpu()) for a, b in zip(on_host, tree, strict=True)):
+            return False
+    return True
 
 
 def arms(shape: Shape, problem: Problem, device: torch.device) -> dict[str, tuple[Callable, list]]:
     """By name: a call on input i, and what it has to give for each input."""
-    root = problem.root.to(device)
-    ids, scores = problem.ids.to(device), problem.scores.to(device)
-    trees = [DraftTree(*(t.to(device) for t in tree)) for tree in problem.trees]
-    targets = [t.to(device) for t in problem.targets]
+    root, ids, scores = problem.root, problem.ids, problem.scores
+    trees, targets, accepted = problem.trees, problem.targets, problem.accepted
     max_len = min(shape.depth + 1, shape.n)
-    accepted = [
-        sgl_kernel_sm120.tree_accept(tree.tokens, tree.parents, target, max_len)
-        for tree, target in zip(problem.trees, problem.targets, strict=True)
-    ]
     pool = torch.zeros(LAYERS, POOL_SLOTS, KV_ROW, dtype=torch.bfloat16, device=device)
     kv = list(pool)
-    slots = torch.randperm(POOL_SLOTS)[: shape.bs * shape.n].view(shape.bs, shape.n)
-    front = slots[:, :max_len].reshape(-1).to(device)
-    path = [slots.gather(1, a.path).flatten().to(device) for a in accepted]
+    slots = torch.randperm(POOL_SLOTS, device=device)[: shape.bs * shape.n].view(shape.bs, shape.n)
+    front = slots[:, :max_len].reshape(-1)
+    path = [slots.gather(1, a.path).flatten() for a in accepted]
+
+    def count(i: int) -> tuple[torch.Tensor]:
+        found = sgl_kernel_sm120.tree_count(trees[i], ids[i], scores[i], accepted[i], shape.n, problem.options)
+        return (found[:, : torch_forms.NUM_COUNTS],)
+
     return {
-        "ddtree_build": (lambda i: sgl_kernel_sm120.ddtree_build(root, ids[i], scores[i], shape.n), problem.trees),
+        "ddtree_build": (lambda i: sgl_kernel_sm120.ddtree_build(root, ids[i], scores[i], shape.n), trees),
         "tree_accept": (
             lambda i: sgl_kernel_sm120.tree_accept(trees[i].tokens, trees[i].parents, targets[i], max_len),
             accepted,
         ),
+        "tree_count": (count, [(counts,) for counts in problem.counts]),
         "kv_move_all_layers": (lambda i: sgl_kernel_sm120.kv_move_all_layers(kv, front, path[i]), []),
     }
 
 
 def is_right(call: Callable, wanted: list) -> bool:
     return all(
-        torch.equal(ours.cpu(), theirs)
+        torch.equal(ours, theirs)
         for i, answer in enumerate(wanted)
         for ours, theirs in zip(call(i), answer, strict=True)
     )
@@ -127,7 +160,11 @@ def is_right(call: Callable, wanted: list) -> bool:
 
 def run_shape(shape: Shape, device: torch.device, seed: int, budget_ms: float) -> tuple[list[dict], bool]:
     rows, right = [], True
-    for name, (call, wanted) in arms(shape, build(shape, seed), device).items():
+    problem = build(shape, seed, device)
+    if not is_torch_form_right(shape, problem):
+        print(f"WRONG: the torch form of ddtree_build on {device.type} at {shape}", file=sys.stderr)
+        return [], False
+    for name, (call, wanted) in arms(shape, problem, device).items():
         if not is_right(call, wanted):
             print(f"WRONG: {name} at {shape}", file=sys.stderr)
             right = False
@@ -189,7 +226,7 @@ def main(argv: list[str] | None = None) -> int:
         more, is_shape_right = run_shape(shape, device, args.seed, args.budget_ms)
         rows += more
         right = right and is_shape_right
-        if args.out:  # after each shape: the references of the last ones take a minute on the host
+        if args.out:  # after each shape, for a run that is cut short
             save(args, rows)
     show(rows)
     return 0 if right else 1
