@@ -188,9 +188,20 @@ def check_symbols(library: Path) -> None:
         raise SystemExit(f"{library.name} has undefined symbols that csrc/torch_abi.h does not declare: {unknown}")
 
 
+def check_no_folder(library: Path) -> None:
+    """Refuse a name of nvcc's that holds a hash of the source's path: each build would be other bytes."""
+    names = set(re.findall(rb"_INTERNAL_[0-9a-f]{8}_\w+", library.read_bytes()))
+    if names:
+        raise SystemExit(
+            f"{library.name} depends on the folder that it was compiled in: {sorted(map(bytes.decode, names))[:4]}. A "
+            "variable on the device with internal linkage is named so; declare it extern"
+        )
+
+
 def build_library(library: Path) -> None:
     """Compile what is stale, link and check."""
     build = Build(requested_archs(), toolchain_root())
     library.parent.mkdir(parents=True, exist_ok=True)
     build.link(build.compile_all(), library)
     check_symbols(library)
+    check_no_folder(library)

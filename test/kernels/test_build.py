@@ -209,9 +209,19 @@ def test_library_may_not_need_a_newer_symbol_version(tmp_path, monkeypatch):
         kernel_build.check_symbols(library)
 
 
+def test_library_may_not_depend_on_its_folder(tmp_path):
+    """nvcc registers a device variable by its name, and puts a hash of the path into that of an internal one."""
+    name = "_ZN46_INTERNAL_6b59599d_15_ddtree_build_cu_c8a8cb10{}kTableE"
+    code = f'extern "C" const char* declared() {{ return "{name}"; }}'
+    with pytest.raises(SystemExit, match="depends on the folder.*_INTERNAL_6b59599d_15_ddtree_build_cu.*extern"):
+        kernel_build.check_no_folder(shared_library(tmp_path, code))
+    kernel_build.check_no_folder(shared_library(tmp_path, code.replace("_INTERNAL_", "_")))
+
+
 def test_declarations_agree_with_this_torch():
+    (script,) = documented("sgl-kernel-sm120/README.md", "tools/check_torch_abi.sh")
     done = subprocess.run(
-        [str(PACKAGE / "tools" / "check_torch_abi.sh")],
+        [str(PACKAGE / script)],
         env={"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,

@@ -30,7 +30,8 @@ namespace sgl_kernel_sm120 {
 
 namespace ddtree_build_op {
 
-__device__ constexpr PairTable kPairTable = list_pairs();
+// extern: the compiler names what is internal to a unit after the folder that it is compiled in.
+extern __device__ constexpr PairTable kPairTable = list_pairs();
 
 constexpr unsigned kAll = 0xffffffffu;
 
