@@ -19,7 +19,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -31,6 +32,8 @@ from .upstream import Pin, pinned_wheel
 SUMS = "SHA256SUMS"
 KERNELS = "sgl-kernel-sm120"
 CHANGELOG = "CHANGELOG.md"
+BUILD_TOOL = "setuptools==84.2.1"  # it writes its version into the kernel package's wheels
+METADATA_TOOL = "twine==7.0.0"
 SBOM_TOOL = "cyclonedx-bom==7.5.0"
 READY_WITHIN_S = 900  # a fresh environment compiles what it imports
 NUM_TOKENS = 32  # compared with the recorded answers
@@ -81,9 +84,16 @@ def kernel_version(root: Path) -> str:
 def build_kernels(root: Path, out: Path, *, cuda: bool) -> Path:
     """The kernel package's wheel, from a copy of its tracked files: always the same times, modes and neighbours."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH") or git(root, "log", "-1", "--format=%ct").strip()
-    environment = os.environ | {"SOURCE_DATE_EPOCH": epoch, "SGL_KERNEL_SM120_CUDA": str(int(cuda))}
     with tempfile.TemporaryDirectory() as scratch:
-        source, built = Path(scratch) / KERNELS, Path(scratch) / "built"
+        source, built, constraint = (Path(scratch) / name for name in (KERNELS, "built", "constraint.txt"))
+        constraint.write_text(BUILD_TOOL + "\n", encoding="utf-8")
+        environment = os.environ | {
+            "SOURCE_DATE_EPOCH": epoch,
+            "SGL_KERNEL_SM120_CUDA": str(int(cuda)),
+            # What a build environment gets: pip took the first until it had the second.
+            "PIP_CONSTRAINT": str(constraint),
+            "PIP_BUILD_CONSTRAINT": str(constraint),
+        }
         for name in git(root, "ls-files", KERNELS).splitlines():
             target = Path(scratch) / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -120,13 +130,19 @@ def check_sums(folder: Path) -> list[Path]:
 
 
 def check(fork: Path, pin: Pin, folder: Path, environment: Path, say: Callable[[str], None]) -> Path:
-    """Install the release as a user does, serve the small model, compare its answers. -> the bill of materials"""
+    """Install the release as a user of this Python does, serve the small model, compare its answers.
+
+    -> the bill of materials
+    """
     root, wheels = fork.parent, check_sums(folder)
     environment = environment.absolute()  # the server is started in another folder
-    ours = one_of(wheels, f"{pin.name}-*-cp{sys.version_info.major}{sys.version_info.minor}-*_{os.uname().machine}.whl")
+    python_tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    ours = one_of(wheels, f"{pin.name}-*-{python_tag}-*_{os.uname().machine}.whl")
     kernels = one_of(wheels, f"{KERNELS.replace('-', '_')}-*-any.whl")
     if environment.exists():
         raise Refused(f"{environment} exists: the check wants an environment that nothing was installed into")
+    say("reading the wheels' metadata as the package index does")
+    check_metadata(wheels)
     say(f"installing into {environment}")
     run([sys.executable, "-m", "venv", str(environment)])
     python = environment / "bin" / "python"
@@ -137,7 +153,7 @@ def check(fork: Path, pin: Pin, folder: Path, environment: Path, say: Callable[[
     with serving(python, root) as port:
         compare_answers(port, root)
     say("writing the bill of materials")
-    return write_sbom(python, folder / f"{pin.name}-{pin.fork_version}-cpu.cdx.json", environment)
+    return write_sbom(python, folder / f"{pin.name}-{pin.fork_version}-cpu-{python_tag}.cdx.json", environment)
 
 
 def one_of(wheels: list[Path], pattern: str) -> Path:
@@ -213,13 +229,15 @@ def compare_answers(port: int, root: Path) -> None:
         raise Refused("the server of the release answers something else:", *wrong)
 
 
+def check_metadata(wheels: list[Path]) -> None:
+    with tool(METADATA_TOOL) as python:
+        run([str(python), "-m", "twine", "check", "--strict", *map(str, wheels)])
+
+
 def write_sbom(python: Path, target: Path, environment: Path) -> Path:
     """CycloneDX, by a tool that stands outside the environment it describes."""
-    with tempfile.TemporaryDirectory() as scratch:
-        tool = Path(scratch) / "bin" / "python"
-        run([sys.executable, "-m", "venv", scratch])
-        run([str(tool), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", SBOM_TOOL])
-        command = [str(tool), "-m", "cyclonedx_py", "environment", "--output-reproducible", "--of", "JSON"]
+    with tool(SBOM_TOOL) as own:
+        command = [str(own), "-m", "cyclonedx_py", "environment", "--output-reproducible", "--of", "JSON"]
         run([*command, "--output-file", str(target), str(python)])
     # Our own wheels were installed from files; where those lay is nobody's business.
     where = target.resolve().parent
@@ -229,6 +247,16 @@ def write_sbom(python: Path, target: Path, environment: Path) -> Path:
         raise Refused(f"{target.name} names {', '.join(named)}: it would say something of this machine")
     target.write_text(text, encoding="utf-8")
     return target
+
+
+@contextmanager
+def tool(requirement: str) -> Iterator[Path]:
+    """-> the Python of an environment of its own that has this tool"""
+    with tempfile.TemporaryDirectory() as scratch:
+        python = Path(scratch) / "bin" / "python"
+        run([sys.executable, "-m", "venv", scratch])
+        run([str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", requirement])
+        yield python
 
 
 def run(command: list[str], **options) -> str:

@@ -74,6 +74,22 @@ def test_two_builds_are_the_same_bytes(repository):
         assert kernels.read(inside) == (ROOT / name).read_bytes()
 
 
+def test_what_writes_its_version_into_a_wheel_is_pinned(repository, monkeypatch):
+    given, run = [], release.run
+
+    def recorded(command, **options):
+        if "wheel" in command:
+            names = ("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT")
+            given.extend(Path(options["env"][name]).read_text() for name in names)
+        return run(command, **options)
+
+    monkeypatch.setattr(release, "run", recorded)
+    wheel = release.build_kernels(repository.root.parent, repository.root.parent, cuda=False)
+    assert given == [f"{release.BUILD_TOOL}\n"] * 2
+    (written,) = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/WHEEL")]
+    assert b"Generator: setuptools (" in zipfile.ZipFile(wheel).read(written)
+
+
 def test_what_is_not_committed_is_not_released(repository):
     (repository.root / "sglang/srt/ours.py").write_text("VALUE = 2\n")
     with pytest.raises(Refused, match="(?s)differ from it.*srt/ours.py"):
@@ -207,6 +223,22 @@ def test_the_bill_of_materials_says_nothing_of_the_machine(tmp_path, monkeypatch
         release.write_sbom(Path("python"), target, tmp_path / "env")
 
 
+def test_metadata_that_the_index_would_not_take_is_noticed(tmp_path, monkeypatch):
+    """The tool reads every wheel, those for other machines too; its verdict is ours."""
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        if "twine" in command:
+            raise Refused("a.whl: long_description has syntax errors")
+
+    monkeypatch.setattr(release, "run", run)
+    with pytest.raises(Refused, match="syntax errors"):
+        release.check_metadata([tmp_path / "a.whl", tmp_path / "b.whl"])
+    assert commands[-1][1:] == ["-m", "twine", "check", "--strict", str(tmp_path / "a.whl"), str(tmp_path / "b.whl")]
+    assert release.METADATA_TOOL in commands[-2] and not Path(commands[-1][0]).exists()
+
+
 def test_the_check_takes_a_relative_folder(small, tmp_path, monkeypatch):
     """The server is started in another folder than the check."""
     names, given = [f"sglang-1.0-{upstream_tag()}", "sgl_kernel_sm120-1-py3-none-any"], []
@@ -222,5 +254,6 @@ def test_the_check_takes_a_relative_folder(small, tmp_path, monkeypatch):
         yield 1
 
     monkeypatch.setattr(release, "serving", serving)
-    assert release.check(small.root, small.pin(), Path("dist"), Path("dist/env"), print).name.endswith("-cpu.cdx.json")
+    bill = release.check(small.root, small.pin(), Path("dist"), Path("dist/env"), print)
+    assert bill.name == f"sglang-1.0+kdtree.1-cpu-{upstream_tag().partition('-')[0]}.cdx.json"
     assert given == [tmp_path / "dist" / "env" / "bin" / "python"] * 2

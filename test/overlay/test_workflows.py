@@ -63,8 +63,9 @@ def test_they_call_what_is_here(path):
             assert (ROOT / pattern).exists()
 
 
-def test_every_python_of_upstream_is_tested(pin):
-    tested = load(ROOT / ".github/workflows/test.yml")["jobs"]["cpu"]["strategy"]["matrix"]["python"]
+@pytest.mark.parametrize("name, job", [("test", "cpu"), ("wheels", "check")])
+def test_every_python_of_upstream_is_tested(pin, name, job):
+    tested = load(ROOT / f".github/workflows/{name}.yml")["jobs"][job]["strategy"]["matrix"]["python"]
     assert {f"cp{version.replace('.', '')}" for version in tested} == {tag.partition("-")[0] for tag in pin.sha256}
 
 
