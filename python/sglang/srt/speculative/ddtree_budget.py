@@ -25,6 +25,8 @@ CALIBRATION_PRIOR = 4.0
 CALIBRATION_RANGE = (0.25, 1.5)
 # While the chain is verified nothing is learnt of trees; what was learnt fades.
 FADING = 0.01
+# Costs are looked up at every so many tokens of context.
+CONTEXT_STEP = 64
 # A node that is the most probable continuation of all is never masked.
 MAX_LIMIT = math.log(0.5)
 
@@ -190,6 +192,7 @@ class AdaptiveBudget:
             key=lambda i: abs(options[1 + i].width - options[0].width),
         )
         self.chain, self.tree = Calibration(), Calibration()
+        self.costs_key, self.costs_there = None, ([], 0.0)
         self.curves: Dict[str, Tuple[float, ...]] = {}  # promised drafts by request
         self.mean_curve: Optional[Tuple[float, ...]] = None  # for requests without one
 
@@ -203,16 +206,28 @@ class AdaptiveBudget:
             len(rids) + factor * sum(curve[i] for curve in curves)
             for i, factor in enumerate(factors)
         ]
-        costs = [self.costs.step(len(rids), context, o.width) for o in self.options]
+        costs, node_ms = self.costs_at(len(rids), context // CONTEXT_STEP)
         self.current = choose_option(tokens, costs, self.current)
         option = self.options[self.current]
-        node_ms = self.costs.node(len(rids), context)
         if option.is_chain or node_ms == 0:
             return Decision(option)
         # A node is worth its time if it commits what the step commits in that time.
         rate = tokens[self.current] / costs[self.current]
         limit = math.log(rate * node_ms / self.tree.factor)
         return Decision(option, min_log_prob=min(limit, MAX_LIMIT))
+
+    def costs_at(self, batch_size: int, place: int) -> Tuple[List[float], float]:
+        """-> the cost of each option's step, and of a node in use. Most steps ask for
+        what the last one asked for."""
+        key = batch_size, place
+        if key != self.costs_key:
+            context = place * CONTEXT_STEP
+            steps = [
+                self.costs.step(batch_size, context, o.width) for o in self.options
+            ]
+            node_ms = self.costs.node(batch_size, context)
+            self.costs_key, self.costs_there = key, (steps, node_ms)
+        return self.costs_there
 
     def learn(self, option: Option, rows: Sequence[StepRow]) -> None:
         if not rows:
