@@ -33,6 +33,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 # Query heads, KV heads, size of a head, tokens of a block: rows of one tile, of whole tiles, of a tile and a half.
 SHAPES = [(4, 2, 32, 4), (8, 1, 32, 8), (6, 2, 16, 8), (2, 2, 16, 3)]
+INTERPRETED = SHAPES[2:]
 
 
 def decode_by_loops(q, keys, values, out, indptr, indices, sums, lses, num_splits, splits, scaling, k_scale, v_scale,
@@ -95,7 +96,7 @@ def batches(draw, width):
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "width"), SHAPES)
 @pytest.mark.parametrize("bucket", [None, 4], ids=["eager", "static buffers"])
 @given(data=st.data())
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_position_sees_the_prefix_and_the_whole_block(monkeypatch, heads, kv_heads, dim, width, bucket, data):
     backend = make_block_backend(monkeypatch, heads=heads, kv_heads=kv_heads, dim=dim, width=width)
     backend.decode_attention_fwd = decode_by_loops
@@ -309,7 +310,7 @@ def test_upstreams_kernels_give_the_same_folded_when_interpreted():
     done = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(rows) == 2 * len(SHAPES)
+    assert len(rows) == 2 * len(INTERPRETED)
     for row in rows:
         assert row["fallbacks"] == {} and max(row["differences"]) < 1e-5, row
 
@@ -329,7 +330,7 @@ def test_upstreams_kernels_give_the_same_folded_on_a_gpu(shape, captured, kv_dty
 
 if __name__ == "__main__":
     assert os.environ["TRITON_INTERPRET"] == "1" and ROW_WIDTH >= 40 + 8
-    for shape in SHAPES:
+    for shape in INTERPRETED:
         for captured in (False, True):
             found, fallbacks = differences("cpu", torch.float32, shape, captured=captured)
             print(json.dumps({"differences": found, "fallbacks": fallbacks}), flush=True)
