@@ -5,7 +5,8 @@ A figure is a number with a unit that somebody has to measure. docs/figures.toml
 
     [["docs/page.md"]]
     text = "takes {:.1f} ms and up to {:.0f} % of it"     # as in the document, line breaks aside
-    from = "benchmark/results/cpu/result.json"            # its contents are `data` in the expressions
+    from = "benchmark/results/cpu/result.json"            # its contents are `data` in the expressions; of a folder
+                                                          # there are sizes: size("a/file")
     values = ["data['ms']", "100 * max(row['share'] for row in data['rows'])"]
 
     [["docs/page.md"]]
@@ -17,7 +18,8 @@ A figure is a number with a unit that somebody has to measure. docs/figures.toml
     table = "benchmark/kv_churn/table.py:cost_table"      # a table without a block of benchmark/report.py
     from = "benchmark/results/cpu/churn.json"
 
-A block of benchmark/report.py needs no entry: it is checked there. The notebook of a kernel (NOTES.md) is no document.
+A block of benchmark/report.py, or of the small model's card, needs no entry: it is checked there. The notebook of a
+kernel (NOTES.md) is no document.
 """
 
 import json
@@ -31,11 +33,11 @@ from overlay.description import module_at
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTED = tomllib.loads((ROOT / "docs" / "figures.toml").read_text())
-PAGES = ["README.md", "benchmark/README.md", "sgl-kernel-sm120/README.md"]
+PAGES = ["README.md", "benchmark/README.md", "sgl-kernel-sm120/README.md", "test/models/README.md"]
 DOCUMENTS = [ROOT / name for name in PAGES] + sorted(p for p in (ROOT / "docs").rglob("*.md*"))
-UNIT = r"us|ms|s|seconds?|minutes?|hours?|tok/s|tokens? a (?:step|second)|[GT]B/s|TFLOP/s|W|%|times|points?"
+UNIT = r"us|ms|s|seconds?|minutes?|hours?|tok/s|tokens? a (?:step|second)|[GT]B/s|TFLOP/s|[KMGT]i?B|W|%|times|points?"
 FIGURE = re.compile(rf"(?<![\w.])\d[\d,]*(?:\.\d+)?(?: to \d[\d,.]*\d)? ?(?:{UNIT})(?!\w)")
-GENERATED = re.compile(r"<!-- results:.*?<!-- /results -->", re.DOTALL)
+GENERATED = re.compile(r"<!-- results:.*?<!-- /results -->|<!-- ([a-z-]+):begin -->.*?<!-- \1:end -->", re.DOTALL)
 CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]*`|^    .*?$", re.MULTILINE | re.DOTALL)
 
 
@@ -47,7 +49,15 @@ def prose(text: str) -> str:
     return joined(CODE.sub(" ` ", GENERATED.sub(" ", text)))
 
 
+def size(path: str) -> int:
+    """Bytes of a file, or of the files in a folder."""
+    place = ROOT / path
+    return sum(file.stat().st_size for file in ([place] if place.is_file() else place.iterdir()))
+
+
 def source(entry: dict) -> object:
+    if (ROOT / entry["from"]).is_dir():
+        return None
     text = (ROOT / entry["from"]).read_text()
     return json.loads(text) if entry["from"].endswith(".json") else text
 
@@ -59,7 +69,7 @@ def shown(entry: dict) -> str:
         return getattr(module_at(ROOT / path), name)(source(entry))
     if "values" not in entry:
         return entry["text"]
-    names = {"data": source(entry), "re": re}
+    names = {"data": source(entry), "re": re, "size": size}
     return entry["text"].format(*(eval(value, names) for value in entry["values"]))
 
 
