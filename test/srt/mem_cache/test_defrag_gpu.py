@@ -39,7 +39,7 @@ TIER1 = ["--kv-defrag", "tier1", "--kv-defrag-copy-budget", "256K"]
 # Every slot is counted, and its KV compared, after every step. That waits for the device, so one run goes without.
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
 GREEDY = {"temperature": 0.0, "max_new_tokens": 128, "ignore_eos": True}
-START_TIMEOUT_S, REQUEST_TIMEOUT_S = 150, 60
+START_TIMEOUT_S, REQUEST_TIMEOUT_S = 150, 120
 
 
 class Case(NamedTuple):
