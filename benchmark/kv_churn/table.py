@@ -84,7 +84,8 @@ def move_table(result: dict) -> str:
     for shape, alone, beside in zip(shapes, moves[::2], moves[1::2], strict=True):
         before, after = beside["step_us_without"], beside["step_us_with"]
         lines.append(
-            f"| {shape['kv_dtype']}, {shape['bs']} x {shape['prefix']:,} | {alone['slots']:,} | {alone['us_p50']:.0f} us "
+            f"| {shape['kv_dtype']}, {shape['bs']} x {shape['prefix']:,} "
+            f"| {alone['slots']:,} | {alone['us_p50']:.0f} us "
             f"| {alone['gbps']:,.0f} GB/s | {before:,.0f} us | {after:,.0f} us | {after - before:.0f} us |"
         )
     return "\n".join(lines)
