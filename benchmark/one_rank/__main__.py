@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
         "--stock-trees",
         nargs="+",
         type=int,
-        help="of trees on upstream's backend, if others",
+        help="of trees in other arms than tree_kdtree, if others",
     )
     parser.add_argument("--contexts", nargs="+", type=int)
     parser.add_argument("--steps", type=int, default=TASK_DEFAULTS["steps"], help="measured at a context")

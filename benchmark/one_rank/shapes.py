@@ -154,11 +154,11 @@ class Run:
 
 
 def runs_of(arms: list[str], sizes: list[int], scale: Scale, stock_sizes: list[int] | None = None) -> list[Run]:
-    """sizes: of trees; stock_sizes: of those on upstream's backend, if others."""
+    """sizes: of trees; stock_sizes: of those in other arms than tree_kdtree, if others."""
     runs = []
     for name in arms:
         arm = ARMS[name]
-        of_trees = stock_sizes if stock_sizes and arm.backend == "triton" else sizes
+        of_trees = stock_sizes if stock_sizes and name != "tree_kdtree" else sizes
         widths = of_trees if arm.has_sizes else [scale.block_size if arm.algorithm else 1]
         runs += [Run(name, width) for width in widths]
     return runs
