@@ -31,6 +31,7 @@ SECONDS = {
     "e2e/test_other_paths.py": 60,
     "e2e/test_triton_interpreted.py": 50,
     "scripts/test_serve_small_model.py": 45,
+    "docs/test_commands.py": 40,
     "e2e/test_bad_input.py": 35,
     "e2e/test_ddtree_adaptive.py": 30,
     "srt/layers/attention/test_kdtree_triton_graphs.py": 26,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import backend_e2e as e2e
 import pytest
+from docs.documents import documented
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmark" / "backend_e2e.py"
 
@@ -155,6 +156,8 @@ def test_every_run_of_ours_has_its_upstream_run():
     for algorithm in ("plain", "DFLASH", "DDTREE", "EAGLE"):
         modes = {(r.mode, r.graphs) for r in runs if r.algorithm == algorithm and r.mode}
         assert modes >= {("on", True), ("on", False), ("validate", True), ("validate", False), ("off", True)}
+    for algorithm in ("STANDALONE", "NGRAM"):
+        assert {r.mode for r in runs if r.algorithm == algorithm} == {"", "on", "validate"}
     assert {(r.kv, r.page) for r in runs} == {("bf16", 1), ("bf16", 64), ("fp8", 1)}
 
 
@@ -197,14 +200,8 @@ torch.testing.assert_close(out, torch.cat(parts, -1))
 @pytest.mark.long
 def test_the_comparison_runs_end_to_end_on_a_cpu(tmp_path):
     out = tmp_path / "r.json"
-    command = [
-        sys.executable,
-        str(SCRIPT),
-        "--device",
-        "cpu",
-        "--only",
-        "DDTREE bf16 page1 graphs kdtree_sm120 validate",
-    ]
+    typed = documented("benchmark/README.md", "python benchmark/backend_e2e.py")
+    command = [sys.executable, str(SCRIPT), *typed[2:], "--only", "DDTREE bf16 page1 graphs kdtree_sm120 validate"]
     command += ["--parallel", "1", "--out", str(out), "--logs", str(tmp_path), "--commit", "none"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=290)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

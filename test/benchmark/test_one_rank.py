@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import report
 import torch
+from docs.documents import documented
 from one_rank import __main__ as main
 from one_rank import arm, breakdown, experts, plot, results, seed, shapes, table
 
@@ -571,8 +572,9 @@ def test_an_arm_that_fails_is_said_to_have_failed(monkeypatch, tmp_path, capsys)
 def test_the_benchmark_runs_end_to_end_on_a_small_model(tmp_path):
     """An Engine for each arm: the context is found in the prefix cache, and the rows are those of a result file."""
     out = tmp_path / "r.json"
+    typed = documented("benchmark/README.md", "python -m one_rank")
     command = [
-        sys.executable, "-m", "one_rank", "--scale", "small", "--arms", "plain_kdtree", "tree_kdtree", "--trees", "9",
+        sys.executable, *typed[1:], "--arms", "plain_kdtree", "tree_kdtree",
         "--contexts", "64", "200", "--steps", "6", "--parallel", "1", "--logs", str(tmp_path), "--out", str(out),
         "--commit", "none",
     ]  # fmt: skip

@@ -2,10 +2,12 @@
 """Tables in the documents: generated from the result file, and checked against it."""
 
 import json
+import re
 import shutil
 
 import pytest
 import report
+from docs.documents import ROOT
 from verify_bench import results
 
 BLOCK = "# Title\n\n<!-- results: {table} r.json -->\n{body}\n<!-- /results -->\n\ntail\n"
@@ -152,3 +154,10 @@ def test_an_example_in_a_fence_is_left_alone(tree):
 def test_the_tree_is_up_to_date():
     """Every table in this repository's documents is what its result file gives."""
     assert report.main(["--check"]) == 0
+
+
+def test_every_table_is_named_in_the_readme():
+    text = (ROOT / "benchmark" / "README.md").read_text()
+    part = text.partition("## Tables in documents")[2].partition("##")[0]
+    named = set(re.findall(r"`([a-z0-9_]+)`", part)) - {"acceptance", "one_rank", "two_ranks"}
+    assert named == {*report.TABLES, *report.OPTIONAL_TABLES}

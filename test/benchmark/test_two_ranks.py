@@ -19,6 +19,7 @@ import pytest
 import report
 import torch
 from benchmark.test_one_rank import make_row, trace
+from docs.documents import documented
 from kit.scripted import ScriptedServer, sglang_stream
 from one_rank import shapes
 from one_rank.arm import PROFILED_STEPS
@@ -536,10 +537,10 @@ def test_a_file_that_is_none_is_refused():
 @pytest.mark.server
 @pytest.mark.long
 def test_two_ranks_run_end_to_end_on_a_cpu(tmp_path):
+    typed = documented("benchmark/README.md", "python -m two_ranks")
     command = [
-        sys.executable, "-m", "two_ranks", "--device", "cpu", "--parts", "equal", "churn", "steps", "--parallel", "1",
-        "--churn-steps", "60", "--churn-seconds", "240", "--clients", "6", "--contexts", "64", "--steps", "6",
-        "--budget", "1700", "--quiet", "1600", "--start-timeout", "600", "--out", str(tmp_path), "--logs",
+        sys.executable, *typed[1:], "--parts", "equal", "churn", "steps", "--churn-seconds", "240", "--clients", "6",
+        "--contexts", "64", "--steps", "6", "--start-timeout", "600", "--out", str(tmp_path), "--logs",
         str(tmp_path / "logs"), "--commit", "none",
     ]  # fmt: skip
     path = os.pathsep.join(filter(None, [str(BENCHMARK), os.environ.get("PYTHONPATH")]))

@@ -12,6 +12,7 @@ from argparse import Namespace
 
 import pytest
 import requests
+from docs.documents import documented
 from e2e import workloads
 from e2e.distributions import chi_square_p, contingency
 from e2e.plugins import plugin_environment
@@ -110,6 +111,17 @@ def test_this_server_is_the_one_of_make_serve():
     theirs.pop("--sleep-on-idle", None)
     assert theirs == {name: value for name, value in flags(DDTREE).items() if name != "--sleep-on-idle"}
     assert ENVIRONMENT.items() <= environment.items()
+
+
+def test_this_server_is_the_one_of_the_documents():
+    places = {"TARGET": str(MODELS / "target"), "DRAFTER": str(MODELS / "drafter")}
+    for words in (
+        documented("docs/ddtree.md", "python -m sglang.launch_server"),
+        documented("docs/upstream/advanced_features/ddtree.mdx", "python -m sglang.launch_server"),
+    ):
+        theirs = flags([places.get(word, word) for word in words[3:]])
+        assert int(theirs.pop("--speculative-num-draft-tokens")) in (16, 32)
+        assert theirs.items() <= flags(DDTREE).items()
 
 
 def flags(arguments):

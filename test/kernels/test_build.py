@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from docs.documents import documented
 
 PACKAGE = Path(__file__).parents[2] / "sgl-kernel-sm120"
 sys.path.insert(0, str(PACKAGE / "tools"))
@@ -219,8 +220,9 @@ def test_library_may_not_depend_on_its_folder(tmp_path):
 
 
 def test_declarations_agree_with_this_torch():
+    (script,) = documented("sgl-kernel-sm120/README.md", "tools/check_torch_abi.sh")
     done = subprocess.run(
-        [str(PACKAGE / "tools" / "check_torch_abi.sh")],
+        [str(PACKAGE / script)],
         env={"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,

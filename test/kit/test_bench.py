@@ -6,6 +6,7 @@ import json
 import sys
 
 import pytest
+from docs.documents import documented
 from kit.scripted import sglang_stream
 
 from sglang.kdtree.bench import compare, text
@@ -372,17 +373,21 @@ class TestCompare:
         path.write_text(json.dumps(document))
         return path
 
-    def test_a_published_table(self, cli, tmp_path):
-        """Triton with graphs against the custom kernel: 3.0x, 4.3x, 6.1x."""
-        a = self.run_of(tmp_path / "a.json", {4_000: 39.0, 16_000: 6.8, 65_000: 1.5})
-        b = self.run_of(
-            tmp_path / "b.json", {4_000: 116.5, 16_000: 29.1, 65_000: 9.2}, attention_backend="kdtree_sm120"
-        )
-        code, document = cli("bench", "compare", a, b, "--plot", tmp_path / "c.png")
+    def test_a_published_table(self, cli, tmp_path, monkeypatch):
+        """Triton with graphs against the custom kernel: 3.0x, 4.3x, 6.1x. In the documents' words."""
+        monkeypatch.chdir(tmp_path)
+        for name in ("a.json", "stock.json"):
+            self.run_of(tmp_path / name, {4_000: 39.0, 16_000: 6.8, 65_000: 1.5})
+        for name in ("b.json", "ours.json"):
+            self.run_of(tmp_path / name, {4_000: 116.5, 16_000: 29.1, 65_000: 9.2}, attention_backend="kdtree_sm120")
+        line = documented("docs/kit.md", "python -m sglang.kdtree bench compare")
+        code, document = cli(*line[3:])
         assert code == 0
         assert [round(row["decode_ratio"], 1) for row in document["rows"]] == [3.0, 4.3, 6.1]
         assert document["differs"] == ["attention_backend: triton against kdtree_sm120"]
-        assert (tmp_path / "c.png").stat().st_size > 10_000
+        assert (tmp_path / "ab.png").stat().st_size > 10_000
+        shorter = documented("docs/deploy-kimi-k2.6.md", "python -m sglang.kdtree bench compare")
+        assert cli(*shorter[3:])[1]["rows"] == document["rows"]
 
     def test_a_slower_run_is_a_finding(self, cli, tmp_path):
         a = self.run_of(tmp_path / "a.json", {1_000: 100.0, 2_000: 50.0})

@@ -7,11 +7,8 @@ down disturbs one layer of the kernel.
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -19,15 +16,16 @@ from typing import NamedTuple
 import pytest
 import requests
 import yaml
+from docs.documents import documented
+from e2e.servers import free_port
 from kit.test_deploy import metric_names
 from prometheus_client.parser import text_string_to_metric_families
 
-pytestmark = pytest.mark.server  # a start as a user has it, without e2e/fork_server.py
+pytestmark = pytest.mark.server
 
 MODELS = Path(__file__).parents[1] / "models"
 ENTRY = Path(__file__).parents[2] / "docker" / "entry.sh"
 KEY = "a-key-for-this-test-only"
-START_WITHIN_S = 1200  # against what hangs, on a slow and busy machine too
 TREE = 16
 EXPERTS, TOP_K, LAYERS, MOE_LAYERS = 8, 2, 3, 2  # of test/models/target
 REPORT_STEPS = 64  # verify steps between two reports of validate mode; by itself the server takes 256
@@ -88,45 +86,36 @@ def lay_plugin(folder):
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory):
-    """One server for the module, started as container and systemd unit start it: by the entry script, with a key."""
+def running(servers, tmp_path_factory):
+    """One server for the module, as container and systemd unit start it: by the entry script, with a key."""
     if "+kdtree" not in metadata.version("sglang"):
         pytest.skip("the fork is not installed: make test installs it")
     if not (MODELS / "target" / "model.safetensors").exists():
         pytest.skip("this checkout has no small model")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     folder = tmp_path_factory.mktemp("server")
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"kdtree-dump-dir": str(folder / "mismatches")}))
     (folder / "key").write_text(KEY)
     lay_plugin(folder / "plugin")
+    # A stand-in for Python tells what the script would start; that is then forked, which saves its imports.
+    stand_in = folder / "python"
+    stand_in.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    stand_in.chmod(0o755)
     environment = os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "SGLANG_CPU_OMP_THREADS_BIND": "0",
-        "KDTREE_PYTHON": sys.executable,
+        "KDTREE_PYTHON": str(stand_in),
         "KDTREE_RECIPE": str(folder / "recipe.yaml"),
-        "KDTREE_PORT": str(port),
+        "KDTREE_PORT": str(free_port()),
         "KDTREE_API_KEY_FILE": str(folder / "key"),
         "TMPDIR": str(folder),
+    }
+    started = subprocess.run([ENTRY, "serve"], env=environment, capture_output=True, text=True, check=True)
+    option, module, *flags = started.stdout.splitlines()
+    assert (option, module) == ("-m", "sglang.launch_server")
+    its_own = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(folder / "plugin"), os.environ.get("PYTHONPATH")])),
         "KIT_DISTURB": str(folder / "disturb"),
         "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR": str(folder / "experts"),
     }
-    log = folder / "log.txt"
-    with log.open("w") as out:
-        process = subprocess.Popen([ENTRY, "serve"], env=environment, stdout=out, stderr=out, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_until_ready(url, process, log)
-        yield Running(url=url, folder=folder)
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+    return Running(url=servers.get(flags, its_own).url, folder=folder)
 
 
 @pytest.fixture
@@ -140,34 +129,34 @@ def key(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)  # where upstream's benchmark looks for it
 
 
-def wait_until_ready(url, process, log):
-    deadline = time.monotonic() + START_WITHIN_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            pytest.fail(f"the server stopped with {process.returncode}:\n{log.read_text()[-3000:]}")
-        try:
-            if requests.get(url + "/health", timeout=60).status_code == 200:
-                return
-        except requests.exceptions.RequestException:
-            pass
-        time.sleep(0.2)
-    pytest.fail(f"no answer from /health within {START_WITHIN_S} s:\n{log.read_text()[-3000:]}")
+def arguments(words):
+    """A document's line from its verb on. Of an option that comes again the last one counts."""
+    return words[words.index("sglang.kdtree") + 1 :]
 
 
 def longctx(cli, url, *extra):
-    return cli(
-        "bench", "longctx", "--url", url, "--contexts", "200,400", "--text", "code", "--output-tokens", 24,
-        "--repeats", 2, *extra,
-    )  # fmt: skip
+    return cli("bench", "longctx", "--text", "code", *smaller(url), *extra)
 
 
-def test_longctx_over_each_api_and_compare(server, cli, tmp_path):
+def smaller(url):
+    return "--url", url, "--contexts", "200,400", "--output-tokens", 24, "--repeats", 2
+
+
+def test_longctx_over_each_api_and_compare(server, cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = {
+        "sglang": [
+            *arguments(documented("docs/deploy-kimi-k2.6.md", "python -m sglang.kdtree bench longctx")),
+            "--text",
+            "code",
+        ],
+        "completions": ["bench", "longctx", "--api", "completions", "--text", "code", "--output", "other.json"],
+        "chat": arguments(documented("docs/kit.md", "python -m sglang.kdtree bench longctx")),
+    }
     rows = {}
-    for api in ("sglang", "completions", "chat"):
-        code, document = longctx(
-            cli, server, "--api", api, "--nonce", "same", "--label", api, "--output", tmp_path / f"{api}.json"
-        )
-        assert not document["skipped"]
+    for api, line in lines.items():
+        code, document = cli(*line, *smaller(server), "--nonce", "same", "--label", api)
+        assert not document["skipped"] and document["server"]["api"] == api
         facts = document["server"]
         assert (facts["speculative_algorithm"], facts["num_draft_tokens"]) == ("DDTREE", TREE)
         assert (facts["attention_backend"], facts["model"]) == ("kdtree_sm120", "small")
@@ -183,8 +172,9 @@ def test_longctx_over_each_api_and_compare(server, cli, tmp_path):
     for one, other in zip(rows["sglang"], rows["completions"], strict=True):
         assert one["prompt_tokens"] == other["prompt_tokens"]
         assert one["accept_length"]["p50"] <= other["accept_length"]["p50"] * 1.15
-    _, compared = cli("bench", "compare", tmp_path / "sglang.json", tmp_path / "completions.json")
+    _, compared = cli("bench", "compare", "ours.json", "other.json")
     assert len(compared["rows"]) == 2 and compared["differs"] == []
+    assert {path.name for path in tmp_path.iterdir()} >= {"ours.png", "b.json", "b.png"}
 
 
 def test_prompts_of_a_run_find_nothing_in_the_prefix_cache(server, cli):
@@ -203,7 +193,9 @@ def test_the_fixed_nonce_shows_what_the_cache_would_have_done(server, cli):
 
 def test_commit_length_of_the_trained_drafter(server, cli):
     """The phrase is guessed at every context that the small model was trained for."""
-    code, document = cli("probe", "commit-length", "--url", server, "--contexts", "200,1k,64k", "--output-tokens", 64)
+    line = arguments(documented("docs/deploy-kimi-k2.6.md", "python -m sglang.kdtree probe commit-length"))
+    line += arguments(documented("docs/kit.md", "python -m sglang.kdtree probe commit-length"))[2:]
+    code, document = cli(*line, "--url", server, "--contexts", "200,1k,64k", "--output-tokens", 64)
     assert document["skipped_contexts"] == [64_000]
     phrase = [point for point in document["points"] if point["text"] == "phrase"]
     assert code == 0 and document["verdict"]["name"] in ("healthy", "text-too-hard")
@@ -218,10 +210,11 @@ def test_commit_length_of_the_trained_drafter(server, cli):
 
 def test_throughput_is_upstreams_benchmark(server, cli, tmp_path):
     out = tmp_path / "out.jsonl"
+    line = arguments(documented("docs/kit.md", "python -m sglang.kdtree bench throughput"))
     code, document = cli(
-        "bench", "throughput", "--", "--backend", "sglang", "--base-url", server, "--dataset-name", "random-ids",
-        "--model", MODELS / "target", "--served-model-name", "small", "--num-prompts", "2", "--random-input-len", "32",
-        "--random-output-len", "8", "--random-range-ratio", "1", "--output-file", out, "--disable-tqdm",
+        *line, "--base-url", server, "--model", MODELS / "target", "--served-model-name", "small", "--num-prompts", "2",
+        "--random-input-len", "32", "--random-output-len", "8", "--random-range-ratio", "1", "--output-file", out,
+        "--disable-tqdm",
     )  # fmt: skip
     assert code == 0 and document["returncode"] == 0
     (line,) = out.read_text().splitlines()
@@ -231,9 +224,12 @@ def test_throughput_is_upstreams_benchmark(server, cli, tmp_path):
 
 def test_the_experts_that_decoding_chooses(running, cli, tmp_path):
     """Every verify step routes a tree of tokens to the best experts of every MoE layer; the prefill is left out."""
+    record = arguments(documented("docs/kit.md", "python -m sglang.kdtree probe moe --record-dir"))
+    trace = arguments(documented("docs/kit.md", "python -m sglang.kdtree probe moe --trace"))
+    config = "--model-config", MODELS / "target"
     _, document = cli(
-        "probe", "moe", "--url", running.url, "--record-dir", running.folder / "experts", "--context", 300,
-        "--output-tokens", 32, "--ranks", 4, "--redundant", 4, "--batches", "2", "--plot", tmp_path / "moe.png",
+        *record, "--url", running.url, "--record-dir", running.folder / "experts", "--context", 300,
+        "--output-tokens", 32, "--ranks", 4, "--redundant", 4, "--batches", "2", *config,
     )  # fmt: skip
     assert (document["experts"], len(document["layers"])) == (EXPERTS, MOE_LAYERS)
     assert document["tokens_per_step"] == TREE * TOP_K and 2 <= document["steps"] <= 32
@@ -242,14 +238,17 @@ def test_the_experts_that_decoding_chooses(running, cli, tmp_path):
     assert rows["tensor parallel"]["lost_share"] == 0 and TOP_K <= base["slowest_mean"] * 4
     assert sum(document["activated_per_rank"]) == pytest.approx(4 * base["activated_mean"])
     # The file alone gives the same.
-    again = cli("probe", "moe", "--trace", document["source"], "--ranks", 4, "--redundant", "", "--batches", "")[1]
+    here = "--trace", document["source"], *config, "--plot", tmp_path / "moe.png"
+    again = cli(*trace, *here, "--ranks", 4, "--redundant", "", "--batches", "")[1]
+    assert (tmp_path / "moe.png").exists()
     assert again["activated_per_rank"] == document["activated_per_rank"]
     # Recording is over, and the server goes on serving.
     longctx(cli, running.url)
 
 
 def verify(cli, url):
-    return cli("probe", "verify", "--url", url, "--contexts", "200", "--steps", REPORT_STEPS + 8)
+    line = arguments(documented("docs/kit.md", "python -m sglang.kdtree probe verify --url"))
+    return cli(*line, "--url", url, "--contexts", "200", "--steps", REPORT_STEPS + 8)
 
 
 def test_validate_mode_counts_a_sound_kernel(server, cli):
@@ -260,7 +259,8 @@ def test_validate_mode_counts_a_sound_kernel(server, cli):
     assert document["rows_over_ulp"] == 0 and document["max_abs_error"] < 1e-4
 
 
-def test_a_kernel_gone_wrong_is_counted_dumped_and_found_offline(running, cli):
+def test_a_kernel_gone_wrong_is_counted_dumped_and_found_offline(running, cli, monkeypatch):
+    monkeypatch.chdir(running.folder)
     disturb = running.folder / "disturb"
     disturb.touch()
     try:
@@ -268,7 +268,9 @@ def test_a_kernel_gone_wrong_is_counted_dumped_and_found_offline(running, cli):
     finally:
         disturb.unlink()
     assert code == 1 and document["mismatches"] > 0 and document["max_abs_error"] == pytest.approx(1.0, abs=1e-3)
-    code, offline = cli("probe", "verify", "--dump", running.folder / "mismatches")
+    code, offline = cli(*arguments(documented("docs/kit.md", "python -m sglang.kdtree probe verify --dump")))
+    again = arguments(documented("docs/validate.md", "python -m sglang.kdtree probe verify --dump"))
+    assert cli(*(word.replace("DIR", "mismatches") for word in again)) == (code, offline)
     (row,) = offline["reproducers"]
     assert code == 1 and (row["verdict"], row["layer"], row["s_q"]) == ("kdtree-wrong", 1, TREE)
     assert row["upstream"]["relative"] < 1e-4 < row["kdtree"]["relative"]
