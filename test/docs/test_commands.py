@@ -332,6 +332,7 @@ def test_a_release_is_signed_as_the_procedure_says(shell, tmp_path):
         (line,) = [line for line in LINES if line.startswith(beginning)]
         done = shell.run(line, cwd=cwd, **home)
         assert done.returncode == 0, done
+    shell.run("gpgconf --kill all", **home)
     tags = shell.run(f"git -C {tmp_path}/origin.git tag").output
     assert re.fullmatch(r"v[\d.]+\+kdtree\.\d+\n", tags)
 
