@@ -121,7 +121,10 @@ def parser() -> argparse.ArgumentParser:
         "check-release", check_release, "install a release into a new environment, serve from it, write its SBOM"
     )
     sub.add_argument("--out", type=Path, default=Path("../dist"), help="directory of the release (default: ../dist)")
-    sub.add_argument("--environment", type=Path, default=Path("../dist/check"), help="where to make the environment")
+    where = Path(f"../dist/check-cp{sys.version_info.major}{sys.version_info.minor}")
+    sub.add_argument(
+        "--environment", type=Path, default=where, help="where to make the environment (default: %(default)s)"
+    )
     return top
 
 
