@@ -299,6 +299,23 @@ def test_lines_are_found(tmp_path):
             documented("README.md", beginning)
 
 
+# Python
+
+
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+WITH_PYTHON = [path.relative_to(ROOT).as_posix() for path in documents() if PYTHON.search(path.read_text())]
+
+
+@pytest.mark.parametrize("document", WITH_PYTHON)
+def test_python_in_a_document_runs(document, shell):
+    blocks = PYTHON.findall((ROOT / document).read_text())
+    for number, block in enumerate(blocks):
+        script = shell.folder / f"block_{number}.py"
+        script.write_text(re.sub(r"^>>> ", "", block, flags=re.MULTILINE))
+        done = shell.run(f"python {script.name}", CUDA_VISIBLE_DEVICES="")
+        assert done.returncode == 0, done
+
+
 # Two procedures, each in its order
 
 
