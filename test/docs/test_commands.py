@@ -250,6 +250,13 @@ def docker_accepts(words: list[str], shell: Shell) -> bool:
     return flags <= DOCKER[words[1]] and all((shell.folder / name).is_file() for name in files)
 
 
+@pytest.mark.parametrize("name", ["Dockerfile", "compose.yaml"])
+def test_the_heads_of_the_docker_files(name, shell):
+    text = re.sub(r"\\\n#", " ", (ROOT / "docker" / name).read_text())
+    lines = re.findall(r"^# .*?(docker (?:build|compose) -f [^(\n]+)", text, re.MULTILINE)
+    assert lines and all(docker_accepts(line.split(), shell) for line in lines), lines
+
+
 def test_wrong_commands_are_refused(shell):
     """Each kind of program reads its arguments for real, and does nothing."""
     for line in (

@@ -5,6 +5,7 @@ import argparse
 import json
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,13 @@ def test_the_bump_that_was_tried_is_told_as_it_was():
         f"{drift['unchanged']} of {drift['edits']} edits unchanged, {drift['symbol_changed']} symbols changed" in text
     )
     assert f"{drift['report_lines']} lines" in text
+
+
+def test_the_example_of_an_edit_is_one():
+    block = re.search(r"^```toml\n(.*?)^```$", (ROOT / "docs" / "edits.md").read_text(), re.MULTILINE | re.DOTALL)[1]
+    (shown,) = tomllib.loads(block)["edit"]
+    edits = [e for p in (ROOT / "python" / "edits").rglob("*.toml") for e in tomllib.loads(p.read_text())["edit"]]
+    assert any(shown.items() <= edit.items() for edit in edits)
 
 
 # Pictures
