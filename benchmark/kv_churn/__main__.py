@@ -117,6 +117,8 @@ def summary(mix: str, mode: str, outcome: Outcome) -> dict:
         "defrag_cpu_us_per_step": round(outcome.defrag_cpu_seconds * us, 1),
         "cpu_seconds": round(outcome.cpu_seconds, 2),
         "wall_seconds": round(outcome.seconds, 2),
+        "trace_cpu_seconds": round(outcome.trace_cpu_seconds, 2),
+        "load_average": outcome.load_average,
     }
 
 
@@ -145,10 +147,13 @@ def main() -> None:
         parser.error(f"--requests has {len(args.requests)} numbers for {len(mixes)} mixes")
     counts = args.requests * (1 if len(args.requests) > 1 else len(mixes))
     torch.set_num_threads(1)
-    gc.set_threshold(50_000, 20, 100)  # As a server's: requests are many, and few of them are garbage.
     get_context().set_server_args(ServerArgs(model_path="none", device="cpu"))
 
     result = {**header(args), "results": [], "series": [], "alloc_free_pair": []}
+    # As a server's: what is imported is no garbage, requests are many, and few of them are.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
     arms = [(name, count, mode, args) for (name, count), mode in itertools.product(zip(mixes, counts), args.mode)]
     with multiprocessing.get_context("fork").Pool(args.jobs, maxtasksperchild=1) as pool:
         for (name, _, mode, _), outcome in zip(arms, pool.imap(_replay, arms)):

@@ -5,15 +5,20 @@ The allocator, the row table, the prefix cache, the requests and the defragmente
 are the server's own. The KV pool keeps one number per slot, a fingerprint of the
 tokens up to it, which stands for the KV and is checked when a request ends: a slot
 that was handed out twice, or moved to the wrong place, is found.
+
+What stands for the model and the batch writes through numpy views of the tensors: of
+rows and slots this small, most of the time of a torch call is the call.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 
 import numpy as np
 import torch
@@ -52,9 +57,24 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 _SAMPLING = SamplingParams()
 
 
-def clocks() -> np.ndarray:
-    """Wall clock and CPU time of this process, in seconds."""
-    return np.array([time.perf_counter(), time.process_time()])
+# Requests that the trace makes at a time, so that few looks at the clock tell its time from the replay's.
+MADE_AHEAD = 512
+
+
+class Stopwatch:
+    """Wall clock and CPU time of this process, in seconds, of what runs inside ``with``."""
+
+    def __init__(self):
+        self.wall = self.cpu = 0.0
+
+    def __enter__(self) -> Stopwatch:
+        self.wall -= time.perf_counter()
+        self.cpu -= time.process_time()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.wall += time.perf_counter()
+        self.cpu += time.process_time()
 
 
 def fingerprints(tokens: array) -> np.ndarray:
@@ -69,6 +89,7 @@ class FingerprintPool:
     def __init__(self, size: int):
         self.size, self.page_size, self.device = size, 1, "cpu"
         self.slots = torch.zeros(size + 1, dtype=torch.int64)
+        self.content = self.slots.numpy()
 
     def get_kv_size_bytes(self) -> int:
         return (self.size + 1) * BYTES_PER_SLOT
@@ -105,6 +126,8 @@ class Outcome(Totals):
     steps: int = 0
     seconds: float = 0.0  # Without making the trace.
     cpu_seconds: float = 0.0  # Of this process, likewise: other load counts less.
+    trace_cpu_seconds: float = 0.0  # What making the trace took besides.
+    load_average: list[float] = field(default_factory=list)  # Of the machine, at the end.
     bytes_moved: int = 0
     max_bytes_in_a_step: int = 0
     series: Series = field(default_factory=Series)
@@ -122,7 +145,7 @@ class _Work:
     def __init__(self, index: int, trace: TraceRequest):
         self.req = Req(str(index), "", trace.prompt, _SAMPLING)
         self.answer = trace.answer
-        self.prints = torch.from_numpy(fingerprints(trace.prompt + trace.answer))
+        self.prints = fingerprints(trace.prompt + trace.answer)
         self.seen = 0  # Decode steps of the replay that ``req`` knows of.
         self.ends = 0  # The decode step that gives it its last token.
         self.grown = 0  # Its length is this much more than the decode steps so far.
@@ -181,10 +204,11 @@ class Replay:
         # that ends it, and its length less the steps so far.
         self.running_reqs: list[Req] = []
         self.columns = np.empty((3, 0), dtype=np.int64)
-        self.table = self.rows.req_to_token.view(-1)
-        self.row_size = self.rows.req_to_token.shape[1]
-        self.prints = torch.zeros(self.table.shape, dtype=torch.int64)
-        self.next_at = torch.empty(0, dtype=torch.int64)  # In ``table``: the next token of each.
+        self.table = self.rows.req_to_token.numpy()  # Views: int32 [rows, context], and flat.
+        self.places = self.table.reshape(-1)
+        self.prints = np.zeros(self.table.shape, dtype=np.int64)  # Of all tokens of the requests in the rows.
+        self.flat_prints = self.prints.reshape(-1)
+        self.next_at = np.empty(0, dtype=np.int64)  # In ``places``: the next token of each.
         self.decoded = 0  # Decode steps so far.
         self.next_end = 0  # The step that ends one of the running requests.
         self.ends_total = 0  # The sum of the steps that end them.
@@ -218,19 +242,39 @@ class Replay:
     @torch.inference_mode()  # As the scheduler's loops.
     def run(self, trace: Iterable[TraceRequest]) -> Outcome:
         series, total = Series(), self.total
-        trace = iter(trace)
+        making, whole = Stopwatch(), Stopwatch()
+        with whole:
+            step, largest = self._run(self._timed(iter(trace), making), series)
+        return Outcome(
+            **asdict(total),
+            steps=step,
+            seconds=whole.wall - making.wall,
+            cpu_seconds=whole.cpu - making.cpu,
+            trace_cpu_seconds=making.cpu,
+            load_average=[round(load, 1) for load in os.getloadavg()],
+            bytes_moved=self.metrics.bytes_moved_total,
+            max_bytes_in_a_step=largest,
+            series=series,
+        )
+
+    def _timed(self, trace: Iterator[TraceRequest], making: Stopwatch) -> Iterator[TraceRequest]:
+        while True:
+            with making:
+                made = list(islice(trace, MADE_AHEAD))
+            if not made:
+                return
+            yield from made
+
+    def _run(self, trace: Iterator[TraceRequest], series: Series) -> tuple[int, int]:
+        """Its steps, and the most bytes moved in one."""
+        total = self.total
         coming = next(trace, None)
-        step = 0
-        largest = 0
-        started, making_trace = clocks(), np.zeros(2)
+        step = largest = 0
         while coming or self.waiting or self.running:
-            if coming and coming.arrival <= step:
-                began = clocks()
-                while coming and coming.arrival <= step:
-                    self.waiting.append(_Work(total.requests, coming))
-                    total.requests += 1
-                    coming = next(trace, None)
-                making_trace += clocks() - began
+            while coming and coming.arrival <= step:
+                self.waiting.append(_Work(total.requests, coming))
+                total.requests += 1
+                coming = next(trace, None)
             admitted = self._prefill()
             if not admitted and self.running:
                 self._decode()
@@ -253,16 +297,7 @@ class Replay:
                 self._check_idle()
                 step = max(step, int(np.ceil(coming.arrival)))
         self._check_idle()
-        seconds, cpu_seconds = (clocks() - started - making_trace).tolist()
-        return Outcome(
-            **asdict(total),
-            steps=step,
-            seconds=seconds,
-            cpu_seconds=cpu_seconds,
-            bytes_moved=self.metrics.bytes_moved_total,
-            max_bytes_in_a_step=largest,
-            series=series,
-        )
+        return step, largest
 
     # -- the two kinds of batch --
 
@@ -296,22 +331,21 @@ class Replay:
             return []
         reqs = [work.req for work in batch]
         alloc_req_slots(self.rows, reqs, self.tree)
-        slots = alloc_token_slots(self.tree, need)
+        slots = alloc_token_slots(self.tree, need).numpy()
         at = 0
         for work in batch:
             req, index = work.req, work.req.kv.req_pool_idx
-            row = self.rows.req_to_token[index]
-            end = len(req.full_untruncated_fill_ids)
-            own = slots[at : at + end - req.prefix_len]
-            at += own.numel()
-            row[: req.prefix_len] = self.tree.prefix_device_indices(req)
-            row[req.prefix_len : end] = own
-            self.pool.slots[own] = work.prints[req.prefix_len : end]
-            first = index * self.row_size
-            self.prints[first : first + work.prints.numel()] = work.prints
+            start, end = req.prefix_len, len(req.full_untruncated_fill_ids)
+            own = slots[at : at + end - start]
+            at += own.size
+            row = self.table[index]
+            row[:start] = self.tree.prefix_device_indices(req).numpy()
+            row[start:end] = own
+            self.pool.content[own] = work.prints[start:end]
+            self.prints[index, : work.prints.size] = work.prints
             req.kv.kv_allocated_len = req.kv.kv_committed_len = end
             self.total.prompt_tokens += end
-            self.total.cached_tokens += req.prefix_len
+            self.total.cached_tokens += start
             req.extend_end = end
             checkpoint_kv_cache(req, self.tree)
             work.answer_one()
@@ -327,9 +361,9 @@ class Replay:
             requests=self.running_reqs,
         ):
             self._retract()
-        slots = alloc_token_slots(self.tree, len(self.running))
-        self.table.index_copy_(0, self.next_at, slots.to(torch.int32))
-        self.pool.slots.index_copy_(0, slots, self.prints.index_select(0, self.next_at))
+        slots = alloc_token_slots(self.tree, len(self.running)).numpy()
+        self.places[self.next_at] = slots
+        self.pool.content[slots] = self.flat_prints[self.next_at]
         self.next_at += 1
         self.decoded += 1
         self.total.generated_tokens += len(self.running)
@@ -366,7 +400,7 @@ class Replay:
         rows, ends, grown = columns
         self.ends_total = int(ends.sum())
         self.next_end = int(ends.min()) if running else 0
-        self.next_at = torch.from_numpy(rows * self.row_size + grown + self.decoded)
+        self.next_at = rows * self.table.shape[1] + grown + self.decoded
 
     def _up_to_date(self) -> list[Req]:
         for work in self.running:
@@ -388,8 +422,8 @@ class Replay:
 
     def _check_content(self, work: _Work) -> None:
         length = work.req.kv.kv_committed_len
-        row = self.rows.req_to_token[work.req.kv.req_pool_idx, :length]
-        if not torch.equal(self.pool.slots[row.long()], work.prints[:length]):
+        slots = self.table[work.req.kv.req_pool_idx, :length]
+        if not np.array_equal(self.pool.content[slots], work.prints[:length]):
             raise AssertionError(f"request {work.req.rid} lost some of its KV")
 
     def _check_idle(self) -> None:

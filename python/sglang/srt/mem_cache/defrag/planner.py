@@ -79,35 +79,36 @@ class _Targets:
     """
 
     def __init__(self, runs: Sequence[FreeRun]):
-        self.runs = [run for run in runs if run.length > 0]
-        self.front = min((run.position for run in self.runs), default=-1)
+        table = np.array(runs, dtype=np.int64).reshape(-1, 3)
+        self.position, self.start, self.length = table[table[:, 2] > 0].T.copy()
+        self.front = int(self.position.argmin()) if len(self.position) else -1
 
     def take(self, *, need: int, after: int, block: int) -> Optional[FreeRun]:
         """A target of at most ``need`` units and at least ``block``: the run right
         behind unit ``after``, else the shortest that holds all, else the longest."""
-        usable = [i for i, run in enumerate(self.runs) if run.length >= block]
-        if not usable:
+        index = self._choose(need, after, block)
+        if index is None:
             return None
-        behind = [
-            i
-            for i in usable
-            if self.runs[i].start == after + 1 and self.runs[i].position != self.front
-        ]
-        fitting = [i for i in usable if self.runs[i].length >= need]
-        if behind:
-            index = behind[0]
-        elif fitting:
-            index = min(fitting, key=lambda i: (self.runs[i].length, i))
-        else:
-            index = max(usable, key=lambda i: (self.runs[i].length, -i))
-        run = self.runs[index]
-        size = min(need, run.length)
-        rest = run.length - size
-        if run.position == self.front:
-            self.runs[index] = run._replace(length=rest)
-            return FreeRun(run.position + rest, run.start + rest, size)
-        self.runs[index] = FreeRun(run.position + size, run.start + size, rest)
-        return run._replace(length=size)
+        size = min(need, int(self.length[index]))
+        position, start = int(self.position[index]), int(self.start[index])
+        self.length[index] -= size
+        if index == self.front:
+            rest = int(self.length[index])
+            return FreeRun(position + rest, start + rest, size)
+        self.position[index] += size
+        self.start[index] += size
+        return FreeRun(position, start, size)
+
+    def _choose(self, need: int, after: int, block: int) -> Optional[int]:
+        length = self.length
+        if not len(length) or length.max() < block:
+            return None
+        for behind in np.flatnonzero(self.start == after + 1):
+            if behind != self.front and length[behind] >= block:
+                return int(behind)
+        fits = np.flatnonzero(length >= max(need, block))
+        # Of equals the first, both times.
+        return int(fits[length[fits].argmin()] if len(fits) else length.argmax())
 
 
 def make_plan(
@@ -116,7 +117,8 @@ def make_plan(
     """Moves that turn spans of short runs into runs of at least ``block`` units.
 
     A span shorter than ``block`` stays: at the end of a row it is still growing,
-    inside a row no move makes a block of it. At most ``max_units`` are moved.
+    inside a row no move makes a block of it. At most ``max_units`` are moved. ``free``
+    may be an int64 array [n, 3] of the runs' fields.
     """
     targets = _Targets(free)
     moves: list[Move] = []

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional, Sequence
+from typing import NamedTuple, Optional
 
+import numpy as np
 import torch
 
 from sglang.srt.mem_cache.allocator.contiguous import FreeRuns
-from sglang.srt.mem_cache.defrag.planner import FreeRun, Row
+from sglang.srt.mem_cache.defrag.planner import Row
 
 # Row units looked at in one plan, and free runs offered to it. Arbitrary: they
 # bound the copy to the host (0.5 MB) and the planner's time.
@@ -55,12 +56,13 @@ def take_snapshot(
     return Snapshot(runs.arrangement, scans, host, ready)
 
 
-def read_snapshot(snapshot: Snapshot) -> tuple[list[Row], Sequence[FreeRun]]:
-    """Rows, keyed by the index of their scan, and free runs, the longest first."""
+def read_snapshot(snapshot: Snapshot) -> tuple[list[Row], np.ndarray]:
+    """Rows, keyed by the index of their scan, and free runs, the longest first: int64
+    [n, 3], each a ``FreeRun``; length 0 pads."""
     if snapshot.ready is not None:
         snapshot.ready.synchronize()
     flat, at = snapshot.host.numpy(), 3 * MAX_FREE_RUNS
-    free = [FreeRun(*run) for run in flat[:at].reshape(3, -1).T.tolist() if run[2] > 0]
+    free = flat[:at].reshape(3, -1).T
     rows = []
     for key, scan in enumerate(snapshot.scans):
         n = scan.hi - scan.lo
