@@ -110,6 +110,7 @@ def run_server(request, close):
         spawn(command, fds) if "--multiprocessing-fork" in command else original(path, command, fds)
     )
     set_command_line(request["start"])
+    setproctitle.setproctitle(" ".join(sys.orig_argv))
     runpy.run_module(PROGRAM, run_name="__main__", alter_sys=True)
 
 

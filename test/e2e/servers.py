@@ -58,10 +58,12 @@ class Server:
     def __init__(self, parent: ForkServer, arguments: Iterable[str], log: pathlib.Path, env: Mapping[str, str] = {}):
         self.log = log
         self.parent = parent
-        self.url = f"http://127.0.0.1:{free_port()}"
+        command = list(arguments)
+        if "--port" not in command:
+            command += ["--host", "127.0.0.1", "--port", str(free_port())]
+        self.url = f"http://127.0.0.1:{command[command.index('--port') + 1]}"
         self.returncode: int | None = None
         log.touch()
-        command = [*arguments, "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]]
         whole = os.environ | ENVIRONMENT | dict(env)
         self.pid = parent.ask(start=command, env=whole, own=dict(env), log=str(log))
         assert isinstance(self.pid, int), self.pid
