@@ -80,19 +80,13 @@ def engine_acceptance(data: dict) -> str:
 
 def engine_speeds(data: dict) -> str:
     """Tokens a second, and against upstream's chain: the median of the rounds."""
-    batches = sorted({row["batch"] for row in data["rows"]})
-    lines = []
-    for arm in dict.fromkeys(row["arm"] for row in data["rows"]):
-        line = [LABELS.get(arm, arm)]
-        for batch in batches:
-            rows = engine_rows(data, batch)
-            for column in engine_columns(rows):
-                if column[0] == "0":
-                    line.append(speed_cell(rows.get(arm, {}).get(column)))
-        lines.append(line)
-    kinds = dict.fromkeys(row["kind"] for row in data["rows"])
-    columns = [f"{kind}, {batch} at once" for batch in batches for kind in kinds]
-    return markdown(["tokens/s, x chain (DFLASH)", *columns], lines)
+    by_batch = {batch: engine_rows(data, batch) for batch in sorted({row["batch"] for row in data["rows"]})}
+    columns = [(b, column) for b, rows in by_batch.items() for column in engine_columns(rows) if column[0] == "0"]
+    lines = [
+        [LABELS.get(arm, arm), *(speed_cell(by_batch[b].get(arm, {}).get(column)) for b, column in columns)]
+        for arm in dict.fromkeys(row["arm"] for row in data["rows"])
+    ]
+    return markdown(["tokens/s, x chain (DFLASH)", *(f"{kind}, {b} at once" for b, (_, kind) in columns)], lines)
 
 
 def speed_cell(row: dict | None) -> str:
