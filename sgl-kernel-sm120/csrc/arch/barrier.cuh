@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Barriers in shared memory (mbarrier), named barriers, and dependent launches.
+// Barriers in shared memory (mbarrier), and dependent launches.
 #pragma once
 #include <cstdint>
 
@@ -30,11 +30,6 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       "r"(parity)
       : "memory");
 #endif
-}
-
-// `threads` threads, a multiple of 32, meet at hardware barrier `id` (0 is __syncthreads).
-__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Programmatic dependent launch: wait for the kernel before us to finish; let the kernel after us

@@ -22,6 +22,13 @@ __device__ __forceinline__ int thread_index() {
   return index & 1023;  // not negative, so that division by a power of two is a shift
 }
 
+// The same pointer, as one value: addresses made from it become immediate offsets, where the
+// compiler would add up the parts of each anew.
+__device__ __forceinline__ const char* as_one_value(const char* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
+
 // To at most kCount registers a thread from now on; the whole warpgroup.
 template <int kCount>
 __device__ __forceinline__ void give_up_registers() {

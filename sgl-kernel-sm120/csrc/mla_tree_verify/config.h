@@ -25,7 +25,8 @@ constexpr int kGroupBytes =
     128;  // 8 chunks: all banks once. Chunk c of row r lies at place c ^ (r % 8) of its group
 constexpr int kMaxBatch = 256;
 constexpr int kQRowBytes = 2 * kDqk;  // 1152
-constexpr int kBatch = 4;             // tiles whose slots a load warp reads at once
+constexpr int kRowsPerLoadWarp = kTileTokens / kLoadWarps;
+constexpr int kLanesPerRow = kWarp / kRowsPerLoadWarp;  // 8: they copy 128 B of a row at once
 
 // The cache row and how a tile of it lies in shared memory. A row has its value (a multiple of 128
 // B), then a group of 128 B that first holds the rotary part and, once the scores of the tile are
@@ -71,9 +72,8 @@ struct Config {
   static constexpr int kRowBlocks = kRowBlocks_;  // MMA N tiles of 8 rows
   static constexpr int kRows = 8 * kRowBlocks;    // query rows (position x head) of a block
   static constexpr bool kNeedsToMoveRegisters = kRowBlocks > kMaxRowBlocksFixed;
-  // Of the roles. At 40 rows Q takes 180 of a score warp's and O 160 of a value warp's. What the
-  // others need differs between sm_120 and sm_90 by what the compiler makes of the same code.
-  static constexpr int kRegisters[kRoles] = {216, 56, 192, 48};
+  // Of the roles. At 40 rows Q takes 180 of a score warp's and O 160 of a value warp's.
+  static constexpr int kRegisters[kRoles] = {216, 56, 200, 40};
   static_assert(kRegisters[kScore] + kRegisters[kSoftmax] + kRegisters[kValue] +
                     kRegisters[kLoad] <=
                 kRoles * 128);
@@ -85,6 +85,9 @@ struct Config {
   static constexpr int kQRowsPerStage = kStageBytes / kQRowBytes;                 // 16 or 8
   static constexpr int kQStages = (kRows + kQRowsPerStage - 1) / kQRowsPerStage;
   static constexpr int kSteps = 18;  // of 16 columns, a score warp's share of the 36
+  // A softmax warp has every fourth row block; with fewer blocks than warps some have none.
+  static constexpr int kBusySoftmaxWarps = kRowBlocks < kSoftmaxWarps ? kRowBlocks : kSoftmaxWarps;
+  static constexpr int kSoftmaxBlocks = (kRowBlocks + kSoftmaxWarps - 1) / kSoftmaxWarps;
   // A value warp is at most so many segments behind the softmax warps: each takes kQStages + 1
   // stages or more.
   static constexpr int kLiveSegments = 2 + (kStages - 1) / (kQStages + 1);
@@ -94,19 +97,17 @@ struct Config {
         128) unsigned char stages[kStages][kStageBytes];  // of a ring of KV tiles and tiles of Q
     float4 scores[kHalves][kRowBlocks]
                  [kWarp];  // of a tile, each half of the columns on its own, as MMA accumulators
-    float row_max[kLiveSegments]
-                 [kRows];           // what P is relative to, log2; lags behind the true maximum
-    float row_sum[2][kRows];        // of every other segment
+    // Of a segment, written with its last tile: what P is relative to in the end, log2, and sums.
+    float row_max[kLiveSegments][kRows], row_sum[kLiveSegments][kRows];
     float rescale[kStages][kRows];  // for O before it takes the tile; valid where rescaled says so
-    int rescaled[kStages];
-    alignas(8) uint64_t bar_full[kStages];  // rows have landed
+    unsigned char rescaled[kStages][kSoftmaxWarps];  // the row blocks of each softmax warp
+    alignas(8) uint64_t bar_full[kStages];           // rows have landed
     uint64_t bar_empty[kStages];  // KV: all value warps have used them; Q: all score warps
     // One a waiting warp or pair: who waits for every n-th phase of a barrier would mistake another
     // phase for its own.
-    uint64_t bar_scores_full[kSoftmaxWarps];  // tile % 4: both halves are written
-    uint64_t bar_scores_empty[kPairs];        // tile % 2: both halves are read
-    uint64_t bar_row_max[kSoftmaxWarps];      // tile % 4: row_max is settled
-    uint64_t bar_p_full[kStages];             // P of a tile is written
+    uint64_t bar_scores_full;           // both halves are written
+    uint64_t bar_scores_empty[kPairs];  // tile % 2: both halves are read
+    uint64_t bar_p_full[kStages];       // P of a tile is written
     Work work[kThreads / kWarp];
     uint64_t bar_q_scaled;  // fp8: Q of the segment is fp16
     float q_scale[Kv::kFp8 ? kLiveSegments : 1]
@@ -119,8 +120,5 @@ struct Config {
   static_assert(kQStages < kStages);
   static_assert(kValueWarps == kPairs * kHalves, "who empties a stage, of KV or of Q");
 };
-
-// Named barriers; 0 is the whole block.
-enum Barrier : int { kBarValueWarps = 1 };
 
 }  // namespace sgl_kernel_sm120::mla_tree_verify_op

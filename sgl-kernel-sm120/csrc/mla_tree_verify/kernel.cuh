@@ -7,7 +7,7 @@
 // clang-format off
 //   load --cp.async--> stages --bar_full--> score: S, a pair of warps a tile, half of the columns each
 //     ^                                       | bar_scores_full: both halves, fp32
-//   bar_empty                              softmax: a warp a tile; mask, row_max in the order of tiles
+//   bar_empty                              softmax: mask, row_max, row_sum; a warp has every fourth row block
 //     |                                       | bar_p_full: P, where the tile's rotary part was
 //   value: O += V^T P^T, 128 columns a warp <-+
 // clang-format on

@@ -23,14 +23,14 @@ __device__ __forceinline__ void init_barriers(typename C::SharedMemoryPlan& smem
   if (thread < C::kStages) {
     init(smem.bar_full[thread], kWarpgroup);
     init(smem.bar_empty[thread], kValueWarps);
-    init(smem.bar_p_full[thread], 1);
+    init(smem.bar_p_full[thread], C::kBusySoftmaxWarps);
+    for (unsigned char& rescaled : smem.rescaled[thread]) rescaled = 0;
   }
-  if (thread < kSoftmaxWarps) {
-    init(smem.bar_scores_full[thread], kHalves);
-    init(smem.bar_row_max[thread], 1);
+  if (thread < kPairs) init(smem.bar_scores_empty[thread], C::kBusySoftmaxWarps);
+  if (thread == 0) {
+    init(smem.bar_scores_full, kHalves);
+    init(smem.bar_q_scaled, kSoftmaxWarps + kValueWarps);
   }
-  if (thread < kPairs) init(smem.bar_scores_empty[thread], 1);
-  if (thread == 0) init(smem.bar_q_scaled, kSoftmaxWarps + kValueWarps);
 }
 
 // A lane's part of the load warps' work.
@@ -40,8 +40,8 @@ class Loader {
   __device__ Loader(const MlaTreeVerifyParams& params, typename C::SharedMemoryPlan& smem)
       : params_(params), smem_(smem) {
     const int lane = arch::thread_index() % kWarp;
-    row_ = arch::thread_index() % kWarpgroup / kWarp * 4 + lane / 8;
-    chunk_ = lane % 8;
+    row_ = arch::thread_index() % kWarpgroup / kWarp * kRowsPerLoadWarp + lane / kLanesPerRow;
+    chunk_ = lane % kLanesPerRow;
   }
 
   // Rows of Q of this block. Missing rows become zeros.
@@ -57,36 +57,48 @@ class Loader {
       const int64_t at = segment.request * params_.q_stride_b + position * params_.q_stride_s +
                          (row - position * params_.h_q) * params_.q_stride_h;
       if (row_ < C::kQRowsPerStage && r < C::kRows)
-        copy_row<kQRowBytes>(static_cast<const char*>(params_.q) + 2 * at,
-                             s_stage(stage) + row_ * kQRowBytes, first_row + r < num_rows ? 16 : 0);
+        copy_row<kQRowBytes>(
+            arch::as_one_value(static_cast<const char*>(params_.q) + 2 * at + chunk_ * kChunkBytes),
+            s_stage(stage) + row_ * kQRowBytes + swizzle(chunk_, row_ % 8),
+            first_row + r < num_rows ? 16 : 0);
       arch::cp_async_arrive(full_barrier(stage));
       stage.template advance<1>();
     }
   }
 
-  // The slots of this lane's token in kBatch tiles of the segment. A wait for one load waits for
-  // all younger ones too (they share a scoreboard), so a batch is read as a whole, one batch before
-  // its use.
-  struct Slots {
-    int low[kBatch], high[kBatch];
+  // An entry of the list. Of the kLanesPerRow lanes of a row each reads that of another tile: one
+  // load for so many tiles, a batch before its use.
+  struct Slot {
+    int low, high;
   };
 
-  __device__ void read_slots(Slots& slots, const Segment& segment, int tile) const {
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int position = first_position(segment) + (tile + i) * kTileTokens;
-      if (position >= segment.num_tokens) break;
-      const bool listed = position < segment.list_length;
-      const void* base = listed ? params_.kv_indices : params_.draft_slots;
-      const int at = position + (listed ? segment.list_begin
-                                        : segment.request * params_.s_q - segment.list_length);
-      if (params_.indices_are_64) {
-        const int2 v = __ldg(static_cast<const int2*>(base) + at);
-        slots.low[i] = v.x, slots.high[i] = v.y;
-      } else {
-        slots.low[i] = __ldg(static_cast<const int*>(base) + at);
-      }
+  __device__ Slot read_slot(const Segment& segment, int tile) const {
+    const int position = first_position(segment) + (tile + chunk_) * kTileTokens;
+    Slot slot{};
+    if (position >= segment.num_tokens) return slot;
+    const bool listed = position < segment.list_length;
+    const void* base = listed ? params_.kv_indices : params_.draft_slots;
+    const int at = position + (listed ? segment.list_begin
+                                      : segment.request * params_.s_q - segment.list_length);
+    if (params_.indices_are_64) {
+      const int2 v = __ldg(static_cast<const int2*>(base) + at);
+      slot.low = v.x, slot.high = v.y;
+    } else {
+      slot.low = __ldg(static_cast<const int*>(base) + at);  // to touch it here would be to wait
     }
+    return slot;
+  }
+
+  // The slot, or the nearest one that exists; -1 past the end of the request.
+  __device__ int nearest_slot(const Segment& segment, Slot slot, int tile) {
+    if (first_position(segment) + (tile + chunk_) * kTileTokens >= segment.num_tokens) return -1;
+    if (!params_.indices_are_64) slot.high = slot.low >> 31;
+    const int last = static_cast<int>(params_.num_slots - 1);
+    const int nearest = slot.high < 0                   ? 0
+                        : slot.high > 0 || slot.low < 0 ? last
+                                                        : min(slot.low, last);
+    clamped_ |= nearest != slot.low || slot.high != 0;
+    return nearest;
   }
 
   __device__ void wait_until_empty(Stage<C> stage) const {
@@ -94,12 +106,18 @@ class Loader {
                         stage.parity ^ 1);  // a fresh barrier lets the first round pass
   }
 
-  // Tokens past the end become zeros.
-  __device__ void copy_tile(const Segment& segment, int low, int high, int tile, Stage<C> stage) {
-    const bool exists = first_position(segment) + tile * kTileTokens < segment.num_tokens;
-    const char* src =
-        static_cast<const char*>(params_.kv_cache) + (exists ? row_offset(low, high) : 0);
-    copy_row<kDqk * C::Kv::kElementBytes>(src, s_stage(stage) + row_ * C::kPitch, exists ? 16 : 0);
+  // `slots`: of a batch, as nearest_slot gave them to the lanes; tile `i` of it. A missing token
+  // becomes zeros.
+  __device__ void copy_tile(int slots, int i, Stage<C> stage) const {
+    const int slot = __shfl_sync(~0u, slots, row_ % kRowsPerLoadWarp * kLanesPerRow + i);
+    const char* src = static_cast<const char*>(params_.kv_cache) +
+                      static_cast<uint64_t>(static_cast<uint32_t>(max(slot, 0))) *
+                          static_cast<uint32_t>(params_.kv_stride * C::Kv::kElementBytes);
+    // All but the copies is done while the stage is still in use.
+    src = arch::as_one_value(src + chunk_ * kChunkBytes);
+    const uint32_t s_row = s_stage(stage) + row_ * C::kPitch + swizzle(chunk_, row_ % 8);
+    wait_until_empty(stage);
+    copy_row<kDqk * C::Kv::kElementBytes>(src, s_row, slot < 0 ? 0 : 16);
     arch::cp_async_arrive(full_barrier(stage));
   }
 
@@ -120,24 +138,13 @@ class Loader {
     return arch::smem_address(smem_.stages[stage.index]);
   }
 
+  // This lane's chunks: every kLanesPerRow-th one.
   template <int kBytes>
   __device__ void copy_row(const char* src, uint32_t s_row, uint32_t bytes) const {
-    src += chunk_ * kChunkBytes;
-    s_row += swizzle(chunk_, row_ % 8);
 #pragma unroll
     for (int at = 0; at < kBytes; at += kGroupBytes)
       if (at + kGroupBytes <= kBytes || chunk_ < kBytes % kGroupBytes / kChunkBytes)
         arch::cp_async_16(s_row + at, src + at, bytes);
-  }
-
-  // Of the slot, or of the nearest one that exists.
-  __device__ uint64_t row_offset(int low, int high) {
-    if (!params_.indices_are_64) high = low >> 31;
-    const int last = static_cast<int>(params_.num_slots - 1);
-    const int nearest = high < 0 ? 0 : high > 0 || low < 0 ? last : min(low, last);
-    clamped_ |= nearest != low || high != 0;
-    return static_cast<uint64_t>(static_cast<uint32_t>(nearest)) *
-           static_cast<uint32_t>(params_.kv_stride * C::Kv::kElementBytes);
   }
 
   const MlaTreeVerifyParams& params_;
@@ -147,22 +154,20 @@ class Loader {
 };
 
 template <class C>
-__device__ __forceinline__ void load_segment(Loader<C>& loader, const Segment& segment) {
-  typename Loader<C>::Slots slots, next;
-  loader.read_slots(slots, segment, 0);
+__device__ __forceinline__ void load_segment(Loader<C>& loader, const Segment segment) {
+  auto next = loader.read_slot(segment, 0);
   loader.load_q(segment);
   Stage<C> stage(segment.ring);
-  for (int batch = 0; batch < segment.num_tiles; batch += kBatch) {
-    loader.read_slots(next, segment, batch + kBatch);
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int tile = batch + i;
-      if (tile >= segment.num_tiles) break;
-      loader.wait_until_empty(stage);
-      loader.copy_tile(segment, slots.low[i], slots.high[i], tile, stage);
+#pragma unroll 1
+  for (int batch = 0; batch < segment.num_tiles; batch += kLanesPerRow) {
+    const int slots = loader.nearest_slot(segment, next, batch);
+    next = loader.read_slot(segment, batch + kLanesPerRow);
+    const int tiles = min(kLanesPerRow, segment.num_tiles - batch);
+#pragma unroll 1
+    for (int i = 0; i < tiles; ++i) {
+      loader.copy_tile(slots, i, stage);
       stage.template advance<1>();
     }
-    slots = next;
   }
 }
 

@@ -107,7 +107,7 @@ __device__ __forceinline__ void take_q(QFragments<C>& r_q, typename C::SharedMem
     if (lane == 0) {
       arch::mbarrier_arrive(arch::smem_address(&smem.bar_empty[stage.index]));
       // Every round of the ring completes a phase.
-      if (kHalf == 0 && pair == 0)
+      if (pair * kHalves + kHalf < C::kBusySoftmaxWarps)
         arch::mbarrier_arrive(arch::smem_address(&smem.bar_p_full[stage.index]));
     }
     stage.template advance<1>();
@@ -162,20 +162,19 @@ __device__ __forceinline__ void score_segment(const MlaTreeVerifyParams& params,
             first = segment.tile + ((segment.tile ^ pair) & 1);
   Stage<C> stage(segment.ring + first - segment.tile);
   for (int tile = first; tile < end; tile += kPairs) {
-    const int lane =
-        arch::thread_index() % kWarp;  // here, or its products would be held across the loop
     float r_s[C::kRowBlocks][4];
     arch::mbarrier_wait(arch::smem_address(&smem.bar_full[stage.index]), stage.parity);
-    qk_gemm<C, kHalf>(r_s, r_q, arch::smem_address(smem.stages[stage.index]), lane, params.b);
+    qk_gemm<C, kHalf>(r_s, r_q, arch::smem_address(smem.stages[stage.index]),
+                      arch::thread_index() % kWarp, params.b);
     if (tile > 0)
       arch::mbarrier_wait(arch::smem_address(&smem.bar_scores_empty[1 - pair]),
                           (tile - 1) / kPairs & 1);
+    const int lane = arch::thread_index() % kWarp;  // not held across the loop
 #pragma unroll
     for (int j = 0; j < C::kRowBlocks; ++j)
       smem.scores[kHalf][j][lane] = make_float4(r_s[j][0], r_s[j][1], r_s[j][2], r_s[j][3]);
     __syncwarp();
-    if (lane == 0)
-      arch::mbarrier_arrive(arch::smem_address(&smem.bar_scores_full[tile % kSoftmaxWarps]));
+    if (lane == 0) arch::mbarrier_arrive(arch::smem_address(&smem.bar_scores_full));
     stage.template advance<kPairs>();
   }
 }

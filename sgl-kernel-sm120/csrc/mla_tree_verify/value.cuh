@@ -6,7 +6,6 @@
 namespace sgl_kernel_sm120::mla_tree_verify_op {
 
 constexpr int kColumnBlocks = kDvPerWarp / 16;  // MMA M tiles of a value warp
-constexpr int kSumsPerWarp = (kMaxRowBlocksBf16 + kValueWarps - 1) / kValueWarps;
 
 // Of lane 4 g + t: (column g or g + 8) x (row 2 t or 2 t + 1) of each block. For fp8 "g" and "g +
 // 8" are 2 g and 2 g + 1.
@@ -33,15 +32,17 @@ __device__ __forceinline__ void load_p(uint32_t (&r_p)[C::kRowBlocks][2], uint32
 }
 
 template <class C>
-__device__ __forceinline__ void rescale_o(OFragments<C>& r_o, float (&r_sum)[kSumsPerWarp],
+__device__ __forceinline__ void rescale_o(OFragments<C>& r_o,
                                           const typename C::SharedMemoryPlan& smem, int stage,
-                                          int warp, int lane) {
-  if (!smem.rescaled[stage]) return;
-  const int g = lane / 4, t = lane % 4;
+                                          int lane) {
+  static_assert(kSoftmaxWarps == sizeof(uint32_t), "one byte each");
+  const uint32_t rescaled = *reinterpret_cast<const uint32_t*>(smem.rescaled[stage]);
+  if (rescaled == 0) return;
 #pragma unroll
   for (int j = 0; j < C::kRowBlocks; ++j) {
-    const float2 factor = *reinterpret_cast<const float2*>(&smem.rescale[stage][8 * j + 2 * t]);
-    if (j % kValueWarps == warp) r_sum[j / kValueWarps] *= smem.rescale[stage][8 * j + g];
+    if ((rescaled >> 8 * (j % kSoftmaxWarps) & 1) == 0) continue;
+    const float2 factor =
+        *reinterpret_cast<const float2*>(&smem.rescale[stage][first_row_of_lane(j, lane)]);
 #pragma unroll
     for (int m = 0; m < kColumnBlocks; ++m) {
       r_o[m][j][0] *= factor.x, r_o[m][j][2] *= factor.x;
@@ -51,27 +52,10 @@ __device__ __forceinline__ void rescale_o(OFragments<C>& r_o, float (&r_sum)[kSu
   }
 }
 
-// Row sums of P as the MMA sees it. The value warps share the row blocks out: selects, since a
-// branch costs more than the sums.
-template <class C>
-__device__ __forceinline__ void add_row_sums(float (&r_sum)[kSumsPerWarp],
-                                             const uint32_t (&r_p)[C::kRowBlocks][2], int warp) {
-#pragma unroll
-  for (int first = 0; first < C::kRowBlocks; first += kValueWarps) {
-    uint32_t p[2] = {0, 0};
-#pragma unroll
-    for (int j = first; j < first + kValueWarps && j < C::kRowBlocks; ++j) {
-      p[0] = j % kValueWarps == warp ? r_p[j][0] : p[0];
-      p[1] = j % kValueWarps == warp ? r_p[j][1] : p[1];
-    }
-    const float2 a = C::Kv::kFp8 ? arch::unpack_f16(p[0]) : arch::unpack_bf16(p[0]);
-    const float2 b = C::Kv::kFp8 ? arch::unpack_f16(p[1]) : arch::unpack_bf16(p[1]);
-    r_sum[first / kValueWarps] += (a.x + a.y) + (b.x + b.y);
-  }
-}
-
-// A fragments of V^T: two of the 8 column blocks (fp8: of the 4 pairs of them) at a time.
-using VFragments = uint32_t[2][4];
+// A fragments of V^T: of the 8 column blocks (fp8: of the 4 pairs of them) so many at a time, from
+// their load to their use.
+constexpr int kVAhead = 3;
+using VFragments = uint32_t[kVAhead][4];
 
 // Where ldmatrix finds a column block of this warp, fp8: a pair of them.
 template <class C>
@@ -89,21 +73,20 @@ __device__ __forceinline__ uint32_t v_place(uint32_t s_kv, int warp, int lane, i
 
 template <class C>
 __device__ __forceinline__ void load_first_v(VFragments& r_v, uint32_t s_kv, int warp, int lane) {
-  arch::ldmatrix_x4_trans(r_v[0], v_place<C>(s_kv, warp, lane, 0));
-  arch::ldmatrix_x4_trans(r_v[1], v_place<C>(s_kv, warp, lane, 1));
+#pragma unroll
+  for (int i = 0; i < kVAhead; ++i)
+    arch::ldmatrix_x4_trans(r_v[i], v_place<C>(s_kv, warp, lane, i));
 }
 
-// Loads run two ahead of the MMA. `always` is not 0 and `zero` is: that the place of a load seems
-// to depend on the load before it keeps the compiler from doing first every other load and then the
-// rest.
+// `always` is not 0: arch/ldmatrix.cuh.
 template <class C>
 __device__ __forceinline__ void pv_gemm(OFragments<C>& r_o, VFragments& r_v,
                                         const uint32_t (&r_p)[C::kRowBlocks][2], uint32_t s_kv,
-                                        int warp, int lane, int always, uint32_t zero) {
+                                        int warp, int lane, int always) {
   constexpr int kBlocksPerLoad = C::Kv::kFp8 ? 2 : 1, kLoads = kColumnBlocks / kBlocksPerLoad;
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
-    uint32_t(&v)[4] = r_v[i % 2];
+    uint32_t(&v)[4] = r_v[i % kVAhead];
     if constexpr (C::Kv::kFp8) {
       // A 16-bit element of the transposed load is two columns of a token: split them into rows 2 g
       // and 2 g + 1 of A.
@@ -120,26 +103,9 @@ __device__ __forceinline__ void pv_gemm(OFragments<C>& r_o, VFragments& r_v,
 #pragma unroll
       for (int j = 0; j < C::kRowBlocks; ++j) arch::mma_bf16(r_o[i][j], v, r_p[j][0], r_p[j][1]);
     }
-    if (i + 2 < kLoads)
-      arch::ldmatrix_x4_trans_if(
-          v, v_place<C>(s_kv, warp, lane, i + 2) | (r_v[(i + 1) % 2][0] & zero), always);
+    if (i + kVAhead < kLoads)
+      arch::ldmatrix_x4_trans_if(v, v_place<C>(s_kv, warp, lane, i + kVAhead), always);
   }
-}
-
-// Whole row sums into shared memory, for all value warps.
-template <class C>
-__device__ __forceinline__ void share_row_sums(const float (&r_sum)[kSumsPerWarp], float* row_sum,
-                                               int warp) {
-  const int lane = arch::thread_index() % kWarp;
-#pragma unroll
-  for (int i = 0; i < kSumsPerWarp; ++i) {
-    const int j = i * kValueWarps + warp;
-    float sum = r_sum[i];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    if (j < C::kRowBlocks && lane % 4 == 0) row_sum[8 * j + lane / 4] = sum;
-  }
-  arch::named_barrier_sync(kBarValueWarps, kValueWarps * kWarp);
 }
 
 // Where a partial result is. See schedule.h.
@@ -264,7 +230,6 @@ __device__ __forceinline__ void value_segment(const MlaTreeVerifyParams& params,
     for (int j = 0; j < C::kRowBlocks; ++j)
       r_o[m][j][0] = r_o[m][j][1] = r_o[m][j][2] = r_o[m][j][3] = 0.f;
   }
-  float r_sum[kSumsPerWarp] = {};
 
   Stage<C> stage(segment.ring);
   for (int tile = 0; tile < segment.num_tiles; ++tile) {
@@ -277,16 +242,14 @@ __device__ __forceinline__ void value_segment(const MlaTreeVerifyParams& params,
     load_first_v<C>(r_v, s_kv, warp, lane);
     arch::mbarrier_wait(arch::smem_address(&smem.bar_p_full[stage.index]), stage.parity);
     load_p<C>(r_p, s_kv, lane);
-    rescale_o<C>(r_o, r_sum, smem, stage.index, warp, lane);
-    pv_gemm<C>(r_o, r_v, r_p, s_kv, warp, lane, params.b, params.b >> 16);
+    rescale_o<C>(r_o, smem, stage.index, lane);
+    pv_gemm<C>(r_o, r_v, r_p, s_kv, warp, lane, params.b);
     __syncwarp();
     if (lane == 0) arch::mbarrier_arrive(arch::smem_address(&smem.bar_empty[stage.index]));
-    add_row_sums<C>(r_sum, r_p, warp);
     stage.template advance<1>();
   }
-  const float* row_max = smem.row_max[segment.number % C::kLiveSegments];
-  float* row_sum = smem.row_sum[segment.number % 2];
-  share_row_sums<C>(r_sum, row_sum, warp);
+  const int live = segment.number % C::kLiveSegments;
+  const float *row_max = smem.row_max[live], *row_sum = smem.row_sum[live];
   if (segment.is_whole)
     store_output<C>(r_o, params, segment.request, row_max, row_sum, blockIdx.x * C::kRows, warp);
   else

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Enough of CUDA to run the verify kernel's source on the CPU: warps of fibers, named barriers,
-// mbarriers, copies that land when their barrier says so, matrix fragments. Warps run in an order
+// Enough of CUDA to run the verify kernel's source on the CPU: warps of fibers, mbarriers,
+// copies that land when their barrier says so, matrix fragments. Warps run in an order
 // drawn anew each round, so that a missing barrier shows up as a wrong result; a barrier that is
 // never completed is reported as a deadlock.
 #pragma once
@@ -55,7 +55,7 @@ using std::min;
 
 namespace on_host {
 
-constexpr unsigned kWarp = 32, kBarriers = 16;
+constexpr unsigned kWarp = 32;
 constexpr size_t kStackBytes = 64 * 1024, kSmemBytes = 101376;
 constexpr uint32_t kSmemStart = 1024;  // so that address 0 is nobody's
 
@@ -76,7 +76,7 @@ inline ucontext_t scheduler;
 inline unsigned current = 0, threads = 0;
 inline const std::function<void()>* body = nullptr;
 inline uint64_t exchange[1024][6];  // what a lane shows the others
-inline Barrier warp_barriers[32], named_barriers[kBarriers];
+inline Barrier warp_barriers[32], block_barrier;
 inline char* smem = nullptr;
 inline std::mt19937 order;
 
@@ -115,7 +115,7 @@ inline void run_block(unsigned count, const std::function<void()>& kernel) {
   threads = count;
   body = &kernel;
   std::memset(warp_barriers, 0, sizeof warp_barriers);
-  std::memset(named_barriers, 0, sizeof named_barriers);
+  block_barrier = {};
   for (unsigned i = 0; i < count; ++i) {
     Fiber& fiber = fibers[i];
     fiber.ready = nullptr, fiber.copies.clear(), fiber.done = false;
@@ -190,9 +190,9 @@ T from_bits(uint64_t b) {
 
 }  // namespace on_host
 
-inline void __syncthreads() { on_host::meet(on_host::named_barriers[0], on_host::threads); }
+inline void __syncthreads() { on_host::meet(on_host::block_barrier, on_host::threads); }
 inline int __syncthreads_or(int condition) {
-  return on_host::meet(on_host::named_barriers[0], on_host::threads, condition != 0) != 0;
+  return on_host::meet(on_host::block_barrier, on_host::threads, condition != 0) != 0;
 }
 inline void __syncwarp() { on_host::shared_is_read(); }
 

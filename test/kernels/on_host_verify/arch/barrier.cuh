@@ -30,9 +30,6 @@ inline void mbarrier_wait(uint32_t address, uint32_t parity) {
   on_host::wait_until([=] { return mbarrier(address).phase % 2 != parity; });
 }
 
-inline void named_barrier_sync(int id, int threads) {
-  on_host::meet(on_host::named_barriers[id], threads);
-}
 inline void wait_for_previous_kernel() {}
 inline void launch_next_kernel() {}
 
