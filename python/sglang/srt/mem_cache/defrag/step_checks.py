@@ -86,9 +86,11 @@ class ContentWatch:
     def _sums(self, slots: torch.Tensor) -> torch.Tensor:
         total = torch.zeros_like(slots)
         for number, buffer in enumerate(self.buffers):
-            words = buffer[slots].flatten(1).view(torch.int32).long()
+            words = buffer[slots].flatten(1).view(torch.int64)
             places = 2 * torch.arange(words.shape[1], device=words.device) + 1
-            total += (words * (places * places + 977 * number)).sum(1)
+            # Odd factors, so that no bit of a word is lost in the product.
+            words *= places * places + 978 * number
+            total += words.sum(1)
         return total
 
 
