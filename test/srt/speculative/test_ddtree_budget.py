@@ -16,6 +16,7 @@ from sglang.srt.speculative.ddtree_budget import (
     MAX_LIMIT,
     AdaptiveBudget,
     CostTable,
+    FixedBudget,
     Option,
     StepRow,
     bracket,
@@ -249,7 +250,7 @@ def simulate(names, costs, steps, seed=0, lag=2):
         length = drafts[option] + 1  # what is committed tells no more of the chain
         is_open = chain_drafts >= length and length < BLOCK - 1
         result = StepRow("a", promises(name), drafts[option], min(chain_drafts, length), is_open)
-        pending.append((option, [result]))
+        pending.append((option, [result] if budget.learns(option) else []))
         if len(pending) >= lag:  # counts arrive after the next step was chosen
             budget.learn(*pending.pop(0))
     rates = {option: tokens / ms for option, (tokens, ms) in fixed.items()}
@@ -270,6 +271,13 @@ def test_texts_that_change_are_followed(cost):
     kinds = list(TEXTS)
     adaptive, chain, _ = simulate(lambda i: kinds[i // 100 % len(kinds)], table(COSTS[cost]), steps=2400, seed=1)
     assert adaptive >= 0.98 * chain
+
+
+def test_a_chain_tells_once_in_a_few_steps():
+    budget, (chain, tree, *_) = AdaptiveBudget(OPTIONS, table(COSTS["rows are free"])), OPTIONS
+    assert [budget.learns(chain) for _ in range(9)] == [True, False, False, False] * 2 + [True]
+    assert [budget.learns(option) for option in (tree, tree, chain, chain)] == [True, True, True, False]
+    assert not FixedBudget(8).learns(Option(8))
 
 
 def test_branching_pays_where_rows_are_free():

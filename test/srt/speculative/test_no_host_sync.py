@@ -128,7 +128,8 @@ TREE, CHAIN = Option(width=NODES), Option(width=DEPTH + 1, is_chain=True)
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("layout", ["QLEN_ONLY", "FULL_MASK"])
 @pytest.mark.parametrize("option", [TREE, CHAIN], ids=["tree", "chain"])
-def test_a_step(device, greedy, layout, option):
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_step(device, greedy, layout, option, learns):
     with torch.device(device):
         prefix, rows = torch.tensor([5, 2]), torch.tensor([1, 0])
         table = torch.arange(60, dtype=torch.int32).view(2, 30)
@@ -143,6 +144,7 @@ def test_a_step(device, greedy, layout, option):
     step = SimpleNamespace(
         prefix_lens=prefix, batch_size=BATCH, plan=Plan(device), num_nodes=nodes, max_path=DEPTH + 1, window=NODES,
         root=root, decision=Decision(option, min_log_prob=-50.0), positions=prefix[:, None] + window,
+        learns=learns,
         max_lens_cpu=SimpleNamespace(sum=lambda: 13 + 10),  # a host tensor on a GPU too: may be read
     )  # fmt: skip
     runner = SimpleNamespace(attn_backend=make_backend(layout, device), kv_index_translator=None)
@@ -169,7 +171,7 @@ def test_a_step(device, greedy, layout, option):
         worker.commit(step, accepted, hidden)
         counted = worker.count(step, tree, log_probs, ids, accepted)
     assert mask.numel() == (BATCH * nodes * nodes if layout == "QLEN_ONLY" else (13 + 10) * nodes)
-    assert counted.counts.shape == (BATCH, 6 + 2)
+    assert counted.counts.shape == (BATCH, 6 + (2 if learns else 0))
     assert int(accepted.accept_len[0]) > 1
     for request, path in enumerate(accepted.path.tolist()):
         for column, node in enumerate(path):

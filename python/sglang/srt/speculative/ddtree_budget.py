@@ -27,6 +27,8 @@ CALIBRATION_RANGE = (0.25, 1.5)
 FADING = 0.01
 # Costs are looked up at every so many tokens of context.
 CONTEXT_STEP = 64
+# A chain tells what each option promises once in so many steps: that takes it a launch.
+CHAIN_STEPS_TO_LEARN = 4
 # A node that is the most probable continuation of all is never masked.
 MAX_LIMIT = math.log(0.5)
 
@@ -173,6 +175,9 @@ class FixedBudget:
     def choose(self, rids: Sequence[str], context: int) -> Decision:
         return Decision(self.options[0])
 
+    def learns(self, option: Option) -> bool:
+        return False
+
     def learn(self, option: Option, rows: Sequence[StepRow]) -> None:
         pass
 
@@ -192,6 +197,7 @@ class AdaptiveBudget:
             key=lambda i: abs(options[1 + i].width - options[0].width),
         )
         self.chain, self.tree = Calibration(), Calibration()
+        self.chain_steps = 0  # one after another, the last ones
         self.costs_key, self.costs_there = None, ([], 0.0)
         self.curves: Dict[str, Tuple[float, ...]] = {}  # promised drafts by request
         self.mean_curve: Optional[Tuple[float, ...]] = None  # for requests without one
@@ -215,6 +221,11 @@ class AdaptiveBudget:
         rate = tokens[self.current] / costs[self.current]
         limit = math.log(rate * node_ms / self.tree.factor)
         return Decision(option, min_log_prob=min(limit, MAX_LIMIT))
+
+    def learns(self, option: Option) -> bool:
+        """Whether the step that follows is to tell what each option promises."""
+        self.chain_steps = self.chain_steps + 1 if option.is_chain else 0
+        return not option.is_chain or self.chain_steps % CHAIN_STEPS_TO_LEARN == 1
 
     def costs_at(self, batch_size: int, place: int) -> Tuple[List[float], float]:
         """-> the cost of each option's step, and of a node in use. Most steps ask for

@@ -34,6 +34,7 @@ class TreeStep(msgspec.Struct, frozen=True):
     plan: KVLocPlan  # the window of slots behind each prefix
     positions: torch.Tensor  # int64 [b, window] of its tokens, were they a chain
     block_ids: torch.Tensor  # int64 [b, L] the root and masks; the next step's, too
+    learns: bool  # an adaptive budget, from this step
 
     @property
     def batch_size(self) -> int:
@@ -92,7 +93,8 @@ def block_of_masks(
 
 @lru_cache(maxsize=512)
 def chain_links(batch_size: int, width: int, device: torch.device) -> DraftTree:
-    """A DraftTree of chains of width nodes, without what a step brings."""
+    """A DraftTree of chains of width nodes, without the tokens, and with the weight of
+    the root's path alone."""
     node = torch.arange(width, dtype=torch.int32, device=device)
     visible = torch.ones(width, width, dtype=torch.bool, device=device).tril()
 
@@ -107,17 +109,14 @@ def chain_links(batch_size: int, width: int, device: torch.device) -> DraftTree:
         next_sibling=of_all(torch.full_like(node, -1)),
         visible=of_all(visible),
         used=torch.full_like(node[:1], width).repeat(batch_size),
-        path_log_probs=None,
+        path_log_probs=torch.zeros(batch_size, 1, device=device),
     )
 
 
-def chain_tree(
-    root: torch.Tensor, ids: torch.Tensor, width: int, path_log_probs: torch.Tensor
-) -> DraftTree:
+def chain_tree(root: torch.Tensor, ids: torch.Tensor, width: int) -> DraftTree:
     """The best candidates of ids int64 [b, D, K] behind root int64 [b]."""
     return chain_links(len(root), width, root.device)._replace(
-        tokens=torch.cat([root[:, None], ids[:, : width - 1, 0]], dim=1),
-        path_log_probs=path_log_probs,
+        tokens=torch.cat([root[:, None], ids[:, : width - 1, 0]], dim=1)
     )
 
 

@@ -270,6 +270,7 @@ class DDTreeWorker(DFlashWorkerV2):
             plan=plan,
             positions=positions,
             block_ids=block_ids,
+            learns=self.budget.learns(decision.option),
         )
 
     def draft_candidates(self, step: TreeStep) -> tuple[torch.Tensor, torch.Tensor]:
@@ -294,11 +295,14 @@ class DDTreeWorker(DFlashWorkerV2):
                 min_log_prob=step.decision.min_log_prob,
                 num_paths=self.num_nodes if self.is_adaptive else None,
             )
+        chain = chain_tree(root, ids, option.width)
+        if not step.learns:
+            return chain
         # What trees would bring is learnt while the chain is verified, too.
         paths = sgl_kernel_sm120.ddtree_build(
             root, ids, log_probs, 1, num_paths=self.num_nodes
         )
-        return chain_tree(root, ids, option.width, paths.path_log_probs)
+        return chain._replace(path_log_probs=paths.path_log_probs)
 
     def count(
         self,
@@ -308,8 +312,9 @@ class DDTreeWorker(DFlashWorkerV2):
         ids: torch.Tensor,
         accepted: Acceptance,
     ) -> StepCounts:
+        codes = self.option_codes if step.learns else self.option_codes[:0]
         counts = sgl_kernel_sm120.tree_count(
-            tree, ids, log_probs, accepted, step.num_nodes, self.option_codes
+            tree, ids, log_probs, accepted, step.num_nodes, codes
         )
         return StepCounts(self.report, step.decision.option, counts)
 
