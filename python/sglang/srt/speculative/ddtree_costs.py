@@ -72,7 +72,9 @@ def measure(worker: DDTreeWorker, widths: Sequence[int]) -> CostTable:
     max_context = int(worker.model_runner.model_config.context_len) - 2 * widths[-1]
     batch_sizes = within(CPU_BATCH_SIZES if on_cpu else BATCH_SIZES, max_batch)
     if not on_cpu and batch_sizes[-1] < max_batch < BATCH_SIZES[-1]:
-        batch_sizes.append(max_batch)  # or larger batches would cost what a smaller does
+        batch_sizes.append(
+            max_batch
+        )  # or larger batches would cost what a smaller does
     contexts = within(CPU_CONTEXTS if on_cpu else CONTEXTS, max_context)
     repeats = CPU_REPEATS if on_cpu else REPEATS
     step_ms, node_ms = [], []
