@@ -60,34 +60,35 @@ __device__ __forceinline__ void scale_scores(Scores& r_s, const RowBlock& rows,
     r_s[i] = cap - __fdividef(2.f * cap, 1.f + arch::exp2_approx(2.f / params.logit_cap * r_s[i]));
 }
 
+// Of the tile; negative: a prefix token, which all rows see.
+__device__ __forceinline__ int first_key_of_tile(const Segment& segment, int tile) {
+  return (segment.first_tile + tile) * kTileTokens - segment.prefix;
+}
+
 // The keys of the tile that the tree or the end of the request hides: bit i of the lane for element
-// i of the block. Only tiles past the prefix have any.
+// i of the block.
 template <class C>
 __device__ __forceinline__ uint32_t find_hidden(const MlaTreeVerifyParams& params,
                                                 const Segment& segment, int tile, int block) {
-  const int first_key = (segment.first_tile + tile) * kTileTokens -
-                        segment.prefix;  // of the tile; negative: a prefix token
-  if (first_key + kTileTokens <= 0) return 0;
+  const int first_key = first_key_of_tile(segment, tile);
   const int lane = arch::thread_index() % kWarp, end_key = segment.num_tokens - segment.prefix;
   const float heads_inverse = __fdividef(1.f, params.h_q);
   uint32_t hidden = 0;
-#pragma unroll 1
-  for (int i = 3; i >= 0; --i) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
     const int key = first_key + lane / 4 + i / 2 * 8,
               row = blockIdx.x * C::kRows + first_row_of_lane(block, lane) + i % 2;
     const bool visible =
         key < 0 || (key < end_key && row < params.s_q * params.h_q &&
                     draft_key_visible(params, segment, position_of_row(row, heads_inverse), key));
-    hidden = 2 * hidden + !visible;
+    hidden |= uint32_t{!visible} << i;
   }
   return hidden;
 }
 
 __device__ __forceinline__ void hide(Scores& r_s, uint32_t hidden) {
-  if (hidden == 0) return;
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    if (hidden >> i & 1) r_s[i] = -INFINITY;
+  for (int i = 0; i < 4; ++i) r_s[i] = hidden >> i & 1 ? -INFINITY : r_s[i];
 }
 
 template <class C>
@@ -149,55 +150,56 @@ __device__ __forceinline__ void share_rows(RowBlock& rows, typename C::SharedMem
   *reinterpret_cast<float2*>(&smem.row_sum[live][row]) = rows.row_sum;
 }
 
-template <class C>
-__device__ __forceinline__ void softmax_segment(const MlaTreeVerifyParams& params,
-                                                const Segment segment,
-                                                typename C::SharedMemoryPlan& smem, int warp) {
+// Every tile of the segment, row blocks warp, warp + 4, ...
+template <class C, int kBlocks>
+__device__ __forceinline__ void softmax_tiles(const MlaTreeVerifyParams& params,
+                                              const Segment& segment,
+                                              typename C::SharedMemoryPlan& smem, int warp) {
   const int lane = arch::thread_index() % kWarp;
-  if (params.status != nullptr && lane == 0 && warp == 0 &&
-      !mask_block_is_complete(params, segment))
-    atomicOr(params.status, kMaskClamped);
-  if constexpr (C::Kv::kFp8) scale_q<C>(smem, segment, warp);
-  if (warp >= C::kBusySoftmaxWarps) return;
-  // Of the warp's row blocks, the i-th is block warp + 4 i, if there is one.
-  const auto exists = [&](int i) { return warp + i * kSoftmaxWarps < C::kRowBlocks; };
-  RowBlock r_rows[C::kSoftmaxBlocks];
+  RowBlock r_rows[kBlocks];
 #pragma unroll
-  for (int i = 0; i < C::kSoftmaxBlocks; ++i)
-    if (exists(i))
-      r_rows[i] = new_row_block<C>(params, smem, segment.number, warp + i * kSoftmaxWarps, lane);
+  for (int i = 0; i < kBlocks; ++i)
+    r_rows[i] = new_row_block<C>(params, smem, segment.number, warp + i * kSoftmaxWarps, lane);
   Stage<C> stage(segment.ring);
+#pragma unroll 1
   for (int tile = 0; tile < segment.num_tiles; ++tile) {
-    uint32_t hidden[C::kSoftmaxBlocks];  // known before the scores are there
-    Scores r_s[C::kSoftmaxBlocks];
+    const bool has_draft_keys = first_key_of_tile(segment, tile) + kTileTokens > 0;
+    uint32_t hidden[kBlocks];  // known before the scores are there
+    if (has_draft_keys) {
 #pragma unroll
-    for (int i = 0; i < C::kSoftmaxBlocks; ++i)
-      hidden[i] = exists(i) ? find_hidden<C>(params, segment, tile, warp + i * kSoftmaxWarps) : 0;
-    const int number = segment.tile + tile;
+      for (int i = 0; i < kBlocks; ++i)
+        hidden[i] = find_hidden<C>(params, segment, tile, warp + i * kSoftmaxWarps);
+    }
+    Scores r_s[kBlocks];
+    const unsigned number = segment.tile + tile;
     arch::mbarrier_wait(arch::smem_address(&smem.bar_scores_full), number & 1);
 #pragma unroll
-    for (int i = 0; i < C::kSoftmaxBlocks; ++i)
-      if (exists(i)) take_scores<C>(r_s[i], smem, warp + i * kSoftmaxWarps, lane);
+    for (int i = 0; i < kBlocks; ++i) take_scores<C>(r_s[i], smem, warp + i * kSoftmaxWarps, lane);
     __syncwarp();
     if (lane == 0)
       arch::mbarrier_arrive(arch::smem_address(&smem.bar_scores_empty[number % kPairs]));
     bool outgrown = false;
 #pragma unroll
-    for (int i = 0; i < C::kSoftmaxBlocks; ++i) {
-      if (!exists(i)) continue;
+    for (int i = 0; i < kBlocks; ++i) {
       scale_scores(r_s[i], r_rows[i], params);
-      hide(r_s[i], hidden[i]);
+      if (has_draft_keys) hide(r_s[i], hidden[i]);
       outgrown |= outgrows<C>(r_s[i], r_rows[i]);
     }
     const bool raise = __any_sync(~0u, outgrown);
-    const bool last = tile == segment.num_tiles - 1;
+    if (raise) {
 #pragma unroll
-    for (int i = 0; i < C::kSoftmaxBlocks; ++i) {
-      const int block = warp + i * kSoftmaxWarps;
-      if (!exists(i)) continue;
-      if (raise) raise_row_max<C>(r_rows[i], r_s[i], smem.rescale[stage.index], block, lane);
-      write_p<C>(r_s[i], r_rows[i], arch::smem_address(smem.stages[stage.index]), block, lane);
-      if (last) share_rows<C>(r_rows[i], smem, segment.number, block, lane);
+      for (int i = 0; i < kBlocks; ++i)
+        raise_row_max<C>(r_rows[i], r_s[i], smem.rescale[stage.index], warp + i * kSoftmaxWarps,
+                         lane);
+    }
+    const uint32_t s_kv = arch::smem_address(smem.stages[stage.index]);
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i)
+      write_p<C>(r_s[i], r_rows[i], s_kv, warp + i * kSoftmaxWarps, lane);
+    if (tile == segment.num_tiles - 1) {
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i)
+        share_rows<C>(r_rows[i], smem, segment.number, warp + i * kSoftmaxWarps, lane);
     }
     if (lane == 0)
       smem.rescaled[stage.index][warp] = raise && tile > 0;  // before the first tile O is zero
@@ -205,6 +207,21 @@ __device__ __forceinline__ void softmax_segment(const MlaTreeVerifyParams& param
     if (lane == 0) arch::mbarrier_arrive(arch::smem_address(&smem.bar_p_full[stage.index]));
     stage.template advance<1>();
   }
+}
+
+template <class C>
+__device__ __forceinline__ void softmax_segment(const MlaTreeVerifyParams& params,
+                                                const Segment segment,
+                                                typename C::SharedMemoryPlan& smem, int warp) {
+  if (params.status != nullptr && arch::thread_index() % kWarp == 0 && warp == 0 &&
+      !mask_block_is_complete(params, segment))
+    atomicOr(params.status, kMaskClamped);
+  if constexpr (C::Kv::kFp8) scale_q<C>(smem, segment, warp);
+  constexpr int kMost = C::kSoftmaxBlocks;  // the last warps may have one less
+  if (warp + (kMost - 1) * kSoftmaxWarps < C::kRowBlocks)
+    softmax_tiles<C, kMost>(params, segment, smem, warp);
+  else if constexpr (kMost > 1)
+    softmax_tiles<C, kMost - 1>(params, segment, smem, warp);
 }
 
 }  // namespace sgl_kernel_sm120::mla_tree_verify_op
