@@ -47,7 +47,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("of --engine")
     group.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     group.add_argument("--arms", nargs="+", choices=arm.ARMS, default=list(arm.ARMS), metavar="ARM")
-    group.add_argument("--seconds", type=float, default=65, help="no round begins that would end later")
+    group.add_argument("--seconds", type=float, default=75, help="no round begins that would end later")
     group.add_argument("--rounds", type=int, default=engine.MAX_ROUNDS, help="at most")
     group.add_argument("--logs", type=Path, help="a folder that keeps the Engines' logs")
     args = parser.parse_args(argv)

@@ -40,7 +40,7 @@ ON_CPU = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS
 SAMPLED_ROUNDS = 1  # sampled answers differ from round to round: they are for acceptance, not for speed
 WARM_TOKENS = 16
 HEAD_START_S = {"cuda": 12, "cpu": 0}
-MIN_ROUNDS, MAX_ROUNDS = 3, 9
+MIN_ROUNDS, MAX_ROUNDS = 2, 9
 WALK_TOLERANCE = {"cpu": 0.0, "cuda": 0.05}
 
 
