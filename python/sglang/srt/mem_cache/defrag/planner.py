@@ -57,18 +57,23 @@ def short_spans(
     looked at before, and is not short. Units whose entry in ``planned`` (bool, by
     unit) is set are not short either: another request that shares them moves them.
     """
-    if len(row.units) == 0:
+    units = row.units
+    if len(units) == 0:
         return []
-    bounds = run_bounds(row.units)
-    lengths = np.diff(bounds)
+    bounds = run_bounds(units)
+    lengths = bounds[1:] - bounds[:-1]
     short = lengths < block
-    if row.before >= 0 and row.units[0] == row.before + 1:
+    if row.before >= 0 and units[0] == row.before + 1:
         short[0] = False
-    mask = np.repeat(short, lengths)
-    if planned is not None:
-        mask &= ~planned[row.units]
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.view(np.int8), [0]))))
-    return [(int(lo), int(hi)) for lo, hi in edges.reshape(-1, 2)]
+    if planned is not None and (taken := planned[units]).any():
+        # A run may be planned in part: each unit stands for itself.
+        short = np.repeat(short, lengths) & ~taken
+        bounds = np.arange(len(units) + 1)
+    if not short.any():
+        return []
+    inside = np.concatenate(([False], short, [False]))
+    edges = bounds[np.flatnonzero(inside[1:] != inside[:-1])]
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist()))
 
 
 class _Targets:

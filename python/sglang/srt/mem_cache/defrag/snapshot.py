@@ -29,9 +29,7 @@ class Scan(NamedTuple):
 class Snapshot(NamedTuple):
     arrangement: int  # Of the free list; positions in it hold for this one only.
     scans: list[Scan]
-    host: (
-        torch.Tensor
-    )  # int64: 3 x MAX_FREE_RUNS, then per scan the unit before, units.
+    host: torch.Tensor  # int64: 3 x MAX_FREE_RUNS, then each scan's units.
     ready: Optional[object]  # Event of the copy to ``host``; None on a CPU.
 
 
@@ -39,15 +37,16 @@ def take_snapshot(
     scans: list[Scan], *, runs: FreeRuns, table: torch.Tensor, page: int
 ) -> Snapshot:
     """Start the copy to the host; nothing here waits for it."""
-    pieces = [runs.longest(MAX_FREE_RUNS).reshape(-1)]
-    for scan in scans:
-        row = table[scan.req.kv.req_pool_idx]
-        # One unit in front of the scan; at the start of a row its own first.
-        front = max(scan.lo - 1, 0)
-        pieces.append(row[front * page : front * page + 1].to(torch.int64) // page)
-        units = row[scan.lo * page : scan.hi * page : page]
-        pieces.append(units.to(torch.int64) // page)
-    flat = torch.cat(pieces)
+    # Each from one unit in front of the scan on; at the start of a row there is none.
+    rows = [
+        table[
+            scan.req.kv.req_pool_idx,
+            max(scan.lo - 1, 0) * page : scan.hi * page : page,
+        ]
+        for scan in scans
+    ]
+    units = torch.cat(rows).to(torch.int64) // page
+    flat = torch.cat([runs.longest(MAX_FREE_RUNS).reshape(-1), units])
     host = flat.to("cpu", non_blocking=True)
     ready = None
     if flat.device.type != "cpu":
@@ -65,8 +64,8 @@ def read_snapshot(snapshot: Snapshot) -> tuple[list[Row], np.ndarray]:
     free = flat[:at].reshape(3, -1).T
     rows = []
     for key, scan in enumerate(snapshot.scans):
-        n = scan.hi - scan.lo
-        before = int(flat[at]) if scan.lo else -1
-        rows.append(Row(key, scan.lo, flat[at + 1 : at + 1 + n], before))
-        at += 1 + n
+        before, front = (int(flat[at]), 1) if scan.lo else (-1, 0)
+        n = front + scan.hi - scan.lo
+        rows.append(Row(key, scan.lo, flat[at + front : at + n], before))
+        at += n
     return rows, free
