@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DDTREE on two tensor-parallel ranks, in validate mode, and through upstream's own Triton kernels."""
+"""DDTREE on two tensor-parallel ranks, in validate mode."""
 
 import pytest
 from e2e.servers import TARGET, meta, speculative, token_ids
@@ -26,7 +26,7 @@ def test_two_ranks_validating(servers, expected):
          "--kdtree-verify", "validate"],
         {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
     )  # fmt: skip
-    check(server, [entry for entry in expected if entry["prompt_tokens"] < 200][:4], 128, "tree8")
+    check(server, [entry for entry in expected if entry["prompt_tokens"] < 200][:2], 128, "tree8")
     servers.stop()
     reports = [line for line in server.log.read_text().splitlines() if "kdtree_sm120 validate:" in line]
     assert all(" 0 over the limit" in report for report in reports)
@@ -34,13 +34,3 @@ def test_two_ranks_validating(servers, expected):
     for rank in ("TP0", "TP1"):
         last = [report for report in reports if rank in report][-1]
         assert int(last.partition("validate: ")[2].split()[0]) > 0
-
-
-def test_upstream_triton_kernels_verify_the_same_tree(servers, expected):
-    """TRITON_INTERPRET=1 runs upstream's MLA kernels without a GPU; they read the tree from a FULL mask. Five nodes of
-    eight slots: fewer than the drafter's block."""
-    server = servers.get(
-        [*TARGET, *POOL, *TREE_OF_8, "--speculative-ddtree-budget", "5", "--attention-backend", "triton"],
-        {"TRITON_INTERPRET": "1"},
-    )
-    check(server, sorted(expected, key=lambda entry: entry["prompt_tokens"])[:2], 12)

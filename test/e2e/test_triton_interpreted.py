@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kdtree_sm120 over upstream's real Triton MLA kernels, interpreted on a CPU: the form that runs on a GPU, without
-graphs. A few tokens only: the interpreter takes about a second a step."""
+"""Upstream's real Triton MLA kernels, interpreted on a CPU, and kdtree_sm120 over them: the form that runs on a GPU,
+without graphs. A few tokens only: the interpreter takes about a second a step."""
 
 import re
 
@@ -12,10 +12,11 @@ pytestmark = pytest.mark.server
 
 NUM_TOKENS = 12
 INTERPRETED = {"TRITON_INTERPRET": "1"}
-DDTREE = [
-    *TARGET, "--attention-backend", "kdtree_sm120", "--max-total-tokens", "4096", *speculative("DDTREE"),
-    "--speculative-num-draft-tokens", "8", "--skip-server-warmup", "--kdtree-verify",
+TREE = [
+    *TARGET, "--max-total-tokens", "4096", *speculative("DDTREE"), "--speculative-num-draft-tokens", "8",
+    "--skip-server-warmup", "--attention-backend",
 ]  # fmt: skip
+KDTREE = [*TREE, "kdtree_sm120", "--kdtree-verify"]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def answer(server, prompts):
 
 
 def test_validate_compares_the_kernels_and_returns_the_stock_result(servers, prompts):
-    log = answer(servers.get([*DDTREE, "validate"], INTERPRETED), prompts)
+    log = answer(servers.get([*KDTREE, "validate"], INTERPRETED), prompts)
     assert "kdtree_sm120 over Triton, tp rank 0: verify validate" in log
     reports = re.findall(r"validate: (\d+) rows compared, (\d+) over the limit, .* mean (\S+) max .*, (\d+) mism", log)
     assert reports, log[-3000:]
@@ -45,7 +46,14 @@ def test_validate_compares_the_kernels_and_returns_the_stock_result(servers, pro
 
 def test_on_gives_the_tokens_of_the_reference(servers, prompts):
     drafter = ["--speculative-draft-attention-backend", "kdtree_sm120"]
-    log = answer(servers.get([*DDTREE, "on", *drafter], INTERPRETED), prompts)
+    log = answer(servers.get([*KDTREE, "on", *drafter], INTERPRETED), prompts)
     assert "kdtree_sm120 over Triton, tp rank 0: verify on" in log
     assert "kdtree_sm120 draft block over Triton: 8 tokens" in log
     assert "to the stock backend:" not in log
+
+
+def test_upstreams_kernels_verify_the_same_tree(servers, prompts):
+    """They read it from a FULL mask. Five nodes of eight slots: fewer than the drafter's block."""
+    server = servers.get([*TREE, "triton", "--speculative-ddtree-budget", "5"], INTERPRETED)
+    answer(server, prompts)
+    server.assert_all_slots_are_back()
