@@ -320,6 +320,11 @@ class TestDockerfile:
         with pytest.raises(SystemExit, match="1.0 GB are free for .*about 20.0 GB: make room, or .* --keep FOLDER"):
             small_check("--full")
 
+    def test_the_recorded_run_is_full_and_ended_well(self):
+        record = json.loads((ROOT / "docs" / "image-check.json").read_text())
+        assert record["what"] == "docker/check.py --full" and all(step["exit"] == 0 for step in record["steps"])
+        assert record["steps"][-1]["command"].endswith("entry.sh doctor")
+
     def test_what_it_copies_exists_and_is_in_the_context(self):
         allowed = {
             line[1:] for line in (DOCKER / "Dockerfile.dockerignore").read_text().split() if line.startswith("!")
