@@ -37,7 +37,7 @@ def header(args: argparse.Namespace) -> dict:
         here = Path(__file__).parent
         return subprocess.run(["git", *command], cwd=here, capture_output=True, text=True).stdout.strip()
 
-    options = re.sub(r" ?--plot \S+", "", " ".join(sys.argv[1:]))  # It changes no number.
+    options = re.sub(r" ?--(plot|out) \S+", "", " ".join(sys.argv[1:]))  # They change no number.
     return {
         "format": FORMAT,
         "date": datetime.date.today().isoformat(),
