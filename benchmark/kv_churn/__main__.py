@@ -87,6 +87,12 @@ def _replay(arm: tuple) -> Outcome:
     return replay(*arm)
 
 
+def dumps(result: dict) -> str:
+    """JSON with each list of numbers on a line."""
+    text = json.dumps(result, indent=1) + "\n"
+    return re.sub(r'\[([^][{}"]+)\]', lambda numbers: f"[{' '.join(numbers[1].split())}]", text)
+
+
 def summary(mix: str, mode: str, outcome: Outcome) -> dict:
     series = outcome.series
     # The first fifth fills the pool.
@@ -173,7 +179,7 @@ def main() -> None:
     for row in result["alloc_free_pair"]:
         print(row)
     if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        args.out.write_text(dumps(result))
     if args.plot:
         from .plot import plot
 
