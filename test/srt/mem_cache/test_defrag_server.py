@@ -50,25 +50,27 @@ class Case(NamedTuple):
     tier: str
     core: str
     options: list[str]
+    prompts: int = 16
     ranks: int = 1
 
 
 CASES = {
     "off": Case("off", "python", DDTREE),
     "tier0": Case("tier0", "python", DDTREE),
-    "tier1": Case("tier1", "rust", DDTREE),
+    # Four requests at a time leave gaps that are worth a move only after some churn.
+    "tier1": Case("tier1", "rust", DDTREE, prompts=24),
     "tier1-normal-loop": Case("tier1", "python", ["--disable-overlap-schedule"]),
-    "tier1-tp2": Case("tier1", "rust", [*DDTREE, *TP2], ranks=2),
+    "tier1-tp2": Case("tier1", "rust", [*DDTREE, *TP2], prompts=24, ranks=2),
 }
 CORES = {"rust": "RustUnifiedTreeCore", "python": "UnifiedTreeCore"}
 
 
-@pytest.fixture(scope="module")
-def entries():
-    """Of code, the shortest: a server still evicts ten pools of tokens."""
+@pytest.fixture
+def entries(case):
+    """Of code, the shortest: a server still evicts some pools of tokens."""
     every = json.loads((MODELS / "expected_steps.json").read_text())["entries"]
     code = [entry for entry in every if entry["kind"] == "code"]
-    return sorted(code, key=lambda entry: entry["prompt_tokens"])[:24]
+    return sorted(code, key=lambda entry: entry["prompt_tokens"])[: case.prompts]
 
 
 @pytest.fixture(params=CASES)
@@ -111,7 +113,7 @@ def test_tokens_are_those_of_torch(server, case, entries):
     log, ranks = server.log.read_text(), list(range(case.ranks))
     assert f"Tree Core: {CORES[case.core]}\n" in log
     evicted = by_rank(server, "sglang:evicted_tokens_total")
-    assert sorted(evicted) == ranks and min(evicted.values()) > 5 * POOL
+    assert sorted(evicted) == ranks and min(evicted.values()) > 3 * POOL
     if case.tier == "off":
         assert "KV defragmentation" not in log and not by_rank(server, "sglang:kv_defrag_runs_total")
         return
