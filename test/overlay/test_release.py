@@ -3,6 +3,7 @@
 
 import contextlib
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -157,8 +158,6 @@ def upstream_tag() -> str:
 @pytest.fixture
 def server():
     """A server that gives every prompt the same answer; -> (port, the answer to change)"""
-    import json
-
     entries = json.loads((ROOT / "test/models/expected_steps.json").read_text())["entries"]
     answer = {"output_ids": None, "spec_verify_ct": 5}
     by_prompt = {entry["prompt"]: entry["tokens"][: release.NUM_TOKENS] for entry in entries}
@@ -257,3 +256,16 @@ def test_the_check_takes_a_relative_folder(small, tmp_path, monkeypatch):
     bill = release.check(small.root, small.pin(), Path("dist"), Path("dist/env"), print)
     assert bill.name == f"sglang-1.0+kdtree.1-cpu-{upstream_tag().partition('-')[0]}.cdx.json"
     assert given == [tmp_path / "dist" / "env" / "bin" / "python"] * 2
+
+
+def test_the_release_that_was_tried_is_told_as_it_was(pin):
+    record = json.loads((ROOT / "docs" / "release-check.json").read_text())
+    text = (ROOT / "docs" / "release.md").read_text()
+    for step in record["steps"]:
+        cell = step.get("python") or f"{step['checkout']}, {step['compilers']} at a time"
+        assert f"| `{step['command']}` | {cell} | {step['seconds']} |" in text, step
+        assert step["exit"] == 0
+    built = {
+        name.removesuffix(".whl").split("-", 2)[2] for name in record["sums_of_both"] if name.startswith("sglang-")
+    }
+    assert built == set(pin.sha256) and len(record["sums_of_both"]) == len(built) + 2
