@@ -6,6 +6,7 @@
                                     walk of their answers; writes results/h200/acceptance.json
 
 walk      one answer, walked in every way from one forward of each model
+offline   the walk alone: all ways over the same answers
 arm       one Engine in a process of its own, which does what it is told
 engine    all Engines: rounds of measurements that take turns, and the walk beside them
 scores    the models and the drafter's scores along an answer, in torch

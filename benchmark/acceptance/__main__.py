@@ -1,40 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m acceptance, in benchmark/: walk, write the result file and the picture, print the tables."""
+"""python -m acceptance, in benchmark/: the walk in torch, or with --engine real Engines."""
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import sys
 from pathlib import Path
-
-import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "test" / "models"), str(ROOT / "benchmark" / "kernels")]
 
-from training.architecture import NUM_DRAFTS  # noqa: E402
-from training.offline_walk import Continuation, sampled_continuation  # noqa: E402
-from verify_bench.results import commit  # noqa: E402
-
-from . import arm, engine, plot, results, table  # noqa: E402
-from .arm import MODELS  # noqa: E402
-from .scores import load_models, log_probs_of  # noqa: E402
-from .walk import Study, Tally  # noqa: E402
-
-# Answers of each kind of text; "noise" are prompts of random tokens.
-PROMPTS = {"code": 16, "prose": 4, "noise": 4}
-SEED = 11
-
-
-def chosen_entries(document: dict, quota: dict[str, int]) -> list[dict]:
-    left, chosen = dict(quota), []
-    for entry in document["entries"]:
-        if left.get(entry["kind"], 0):
-            left[entry["kind"]] -= 1
-            chosen.append(entry)
-    return chosen
+from . import arm, engine  # noqa: E402
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -49,6 +25,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument("--arms", nargs="+", choices=arm.ARMS, default=list(arm.ARMS), metavar="ARM")
     group.add_argument("--seconds", type=float, default=75, help="no round begins that would end later")
     group.add_argument("--rounds", type=int, default=engine.MAX_ROUNDS, help="at most")
+    group.add_argument("--walk", type=Path, metavar="FILE", help="only finish FILE, of a run that was cut short")
     group.add_argument("--logs", type=Path, help="a folder that keeps the Engines' logs")
     args = parser.parse_args(argv)
     if args.out is None:
@@ -61,52 +38,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    return engine.run(args) if args.engine else walk_all(args)
+    if args.walk:
+        return engine.walk_file(args.walk, args.out)
+    if args.engine:
+        return engine.run(args)
+    from .offline import walk_all  # not for --engine: it imports sglang, which takes as long as an Engine's start
 
-
-def walk_all(args: argparse.Namespace) -> int:
-    quota = {kind: min(n, args.prompts or n) for kind, n in PROMPTS.items()}
-    target, drafter, tokenizer = load_models()
-    document = json.loads((MODELS / "expected_steps.json").read_text())
-    entries = chosen_entries(document, quota)
-    block_size = NUM_DRAFTS + 1
-    torch.manual_seed(SEED)
-    walks = {}
-    for temperature in results.TEMPERATURES:
-        walks[temperature] = {}
-        for kind in quota:
-            study = Study(block_size)
-            tallies = {way: Tally() for way in study.ways()}
-            for entry in entries:
-                if entry["kind"] != kind:
-                    continue
-                prompt = tokenizer.encode(entry["prompt"]).ids
-                if temperature == "0":
-                    answer = Continuation(prompt, entry["tokens"][: args.tokens])
-                else:
-                    answer = sampled_continuation(target, prompt, args.tokens)
-                study.add(answer.tokens, log_probs_of(target, drafter, answer), block_size, tallies)
-            walks[temperature][kind] = {way: results.entry(tally) for way, tally in tallies.items()}
-    data = {
-        "header": {
-            "format": results.FORMAT,
-            "date": datetime.date.today().isoformat(),
-            "commit": args.commit or commit(ROOT),
-            "torch": torch.__version__,
-            "prompts": quota,
-            "tokens": args.tokens,
-            "block_size": block_size,
-            "target_sha256": document["target_sha256"],
-            "drafter_sha256": document["drafter_sha256"],
-        },
-        "walks": walks,
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(data, indent=1) + "\n")
-    results.load(args.out)
-    print(table.acceptance_lengths(data), table.acceptance_adaptive(data), sep="\n\n")
-    plot.draw(data, args.out.with_suffix(".png"))
-    return 0
+    return walk_all(args)
 
 
 if __name__ == "__main__":

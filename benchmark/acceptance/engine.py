@@ -21,6 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -37,9 +39,9 @@ TOKENS = 128
 START_TIMEOUT_S = {"cuda": 120, "cpu": 900}
 # As test/e2e/servers.py: an Engine of a CPU has one thread.
 ON_CPU = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0"}
-SAMPLED_ROUNDS = 1  # sampled answers differ from round to round: they are for acceptance, not for speed
+SAMPLED_ROUND = 1  # one of all: sampled answers differ, so they are for acceptance, not for speed
 WARM_TOKENS = 16
-HEAD_START_S = {"cuda": 12, "cpu": 0}
+HEAD_START_S = {"cuda": 6, "cpu": 0}
 MIN_ROUNDS, MAX_ROUNDS = 2, 9
 WALK_TOLERANCE = {"cpu": 0.0, "cuda": 0.05}
 
@@ -127,8 +129,10 @@ def cells(prompts: dict[str, list[str]]) -> list[tuple[str, str, int]]:
     ]  # fmt: skip
 
 
-def measure(arms: Arms, prompts: dict[str, list[str]], tokens: int, seconds: float, rounds: int) -> dict:
-    """{(arm, temperature, kind, batch): what each round told}"""
+def measure(
+    arms: Arms, prompts: dict[str, list[str]], tokens: int, seconds: float, rounds: int, keep: Callable[[dict], None]
+) -> dict:
+    """{(arm, temperature, kind, batch): what each round told}. keep is given it whenever all arms have told as much."""
     found: dict[tuple, list[dict]] = {}
 
     def run(wanted: list[tuple[str, str, int]], tokens: int = tokens) -> None:
@@ -147,16 +151,18 @@ def measure(arms: Arms, prompts: dict[str, list[str]], tokens: int, seconds: flo
 
     every = cells(prompts)
     greedy = [cell for cell in every if cell[0] == "0"]
+    sampled = [cell for cell in every if cell[0] != "0"]
     run(greedy, WARM_TOKENS)  # kernels are compiled and loaded
     found.clear()
     begin = last = time.monotonic()
     for number in range(rounds):
-        run(every if number < SAMPLED_ROUNDS else greedy)
+        for cells_of_round in (greedy, sampled if number == SAMPLED_ROUND else []):
+            run(cells_of_round)
+            keep({key: told for key, told in found.items() if key[0] in arms.links})
         now = time.monotonic()
         print(f"acceptance: round {number + 1} took {now - last:.1f} s", flush=True)
         took, last = now - last, now
-        is_next_shorter = number + 1 >= SAMPLED_ROUNDS
-        if number + 1 >= MIN_ROUNDS and is_next_shorter and now - begin + took > seconds:
+        if number + 1 >= MIN_ROUNDS and now - begin + took > seconds:
             break
     return {key: rounds for key, rounds in found.items() if key[0] in arms.links}
 
@@ -189,20 +195,17 @@ def rows_of_file(found: dict) -> list[dict]:
     return rows
 
 
-def walk_of(found: dict, prompts: dict[str, list[str]]) -> list[dict]:
-    """Steps of the arms of fixed shape, and those of the walk of the same answers: of the first round, one request at a
-    time."""
+def walk_of(told: list[dict], prompts: dict[str, list[str]]) -> list[dict]:
+    """Beside the steps of first_answers those of the walk of the same answers."""
     from .scores import Continuation, load_models, log_probs_of
     from .walk import Step
 
     target, drafter, tokenizer = load_models()
     steps_of: dict[tuple, dict[int, Step]] = {}  # arms share answers
     rows = []
-    for (name, temperature, kind, size), rounds in found.items():
-        if size != 1 or name == "auto" or (name == "dflash" and temperature != "0"):
-            continue  # upstream's chain accepts a draft at random
-        walked = 0
-        for prompt, tokens in zip(prompts[kind], rounds[0]["answers"], strict=True):
+    for cell in told:
+        name, walked = cell["arm"], 0
+        for prompt, tokens in zip(prompts[cell["kind"]], cell["answers"], strict=True):
             key = (prompt, tuple(tokens))
             if key not in steps_of:
                 log_probs = log_probs_of(target, drafter, Continuation(tokenizer.encode(prompt).ids, tokens))
@@ -214,9 +217,7 @@ def walk_of(found: dict, prompts: dict[str, list[str]]) -> list[dict]:
                 is_chain = name in ("dflash", "chain")
                 start += 1 + (step.chain() if is_chain else step.tree(int(name.removeprefix("tree "))))
                 walked += 1
-        rows.append(
-            {"arm": name, "temperature": temperature, "kind": kind, "steps": rounds[0]["steps"], "walk_steps": walked}
-        )
+        rows.append({key: cell[key] for key in ("arm", "temperature", "kind", "steps")} | {"walk_steps": walked})
     return rows
 
 
@@ -228,57 +229,89 @@ def problems_of(walks: list[dict], device: str) -> list[str]:
     ]  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> int:
+def header_of(args: argparse.Namespace, prompts: dict[str, list[str]], document: dict) -> dict:
     import torch
     from verify_bench.results import commit, gpu_info
 
+    return {
+        "format": results.ENGINE_FORMAT,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "commit": args.commit or commit(ROOT),
+        "device": args.device,
+        "gpu": gpu_info() if args.device == "cuda" else None,
+        "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
+        "prompts": {kind: len(texts) for kind, texts in prompts.items()},
+        "tokens": args.tokens,
+        "walk_tolerance": WALK_TOLERANCE[args.device],
+        "target_sha256": document["target_sha256"],
+        "drafter_sha256": document["drafter_sha256"],
+    }
+
+
+def run(args: argparse.Namespace) -> int:
     document = json.loads((MODELS / "expected_steps.json").read_text())
     prompts = chosen_prompts(document["entries"], args.prompts)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    data: dict[str, Any] = {"header": {}, "rows": [], "walks": [], "problems": []}
+
+    def keep(found: dict) -> None:
+        """A run that is cut short leaves this, for --walk."""
+        data["rows"], data["first_answers"] = rows_of_file(found), first_answers(found)
+        part = args.out.with_name(f"{args.out.name}.part")
+        part.write_text(json.dumps(data, indent=1) + "\n")
+        part.replace(args.out)
+
     with tempfile.TemporaryDirectory() as name:
         logs = args.logs or Path(name)
         logs.mkdir(parents=True, exist_ok=True)
-        arms = Arms(args.arms, args.device, logs, Path(name))
+        with ThreadPoolExecutor(1) as pool:  # imports torch while the Engines do
+            header = pool.submit(header_of, args, prompts, document)
+            arms = Arms(args.arms, args.device, logs, Path(name))
         try:
-            found = measure(arms, prompts, args.tokens, args.seconds, args.rounds)
+            data["header"] = header.result() | {
+                "started_s": {name: told["start_s"] for name, told in arms.started.items()},
+                "not_measured": [name for name in args.arms if name not in arms.links],
+            }
+            found = measure(arms, prompts, args.tokens, args.seconds, args.rounds, keep)
+            data["header"]["not_measured"] = [name for name in args.arms if name not in arms.links]
         finally:
             arms.close()
-    data = {
-        "header": {
-            "format": results.ENGINE_FORMAT,
-            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "commit": args.commit or commit(ROOT),
-            "device": args.device,
-            "gpu": gpu_info() if args.device == "cuda" else None,
-            "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
-            "prompts": {kind: len(texts) for kind, texts in prompts.items()},
-            "tokens": args.tokens,
-            "started_s": {name: told["start_s"] for name, told in arms.started.items()},
-            "not_measured": [name for name in args.arms if name not in arms.links],
-            "walk_tolerance": WALK_TOLERANCE[args.device],
-            "target_sha256": document["target_sha256"],
-            "drafter_sha256": document["drafter_sha256"],
-        },
-        "rows": rows_of_file(found),
-        "walks": [],
-        "problems": [],
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
+    keep(found)
+    return finish(data, prompts, args.out)
 
-    def write() -> None:
-        args.out.write_text(json.dumps(data, indent=1) + "\n")
 
-    write()
-    data["walks"] = walk_of(found, prompts)
-    data["problems"] = problems_of(data["walks"], args.device)
-    write()
-    results.load_engine(args.out)
+def finish(data: dict, prompts: dict[str, list[str]], out: Path) -> int:
+    """The walk, the tables and the picture of what was measured."""
     from . import plot, table
 
+    data["walks"] = walk_of(data.pop("first_answers"), prompts)
+    data["problems"] = problems_of(data["walks"], data["header"]["device"])
+    out.write_text(json.dumps(data, indent=1) + "\n")
+    results.load_engine(out)
     print(table.engine_acceptance(data), table.engine_speeds(data), sep="\n\n")
     try:
-        plot.draw_engine(data, args.out.with_suffix(".png"))
+        plot.draw_engine(data, out.with_suffix(".png"))
     except ImportError as error:  # python -m acceptance.plot FILE, elsewhere
         print(f"acceptance: no picture: {error}", file=sys.stderr)
     for problem in data["problems"]:
         print(f"acceptance: {problem}", file=sys.stderr)
     return 1 if data["problems"] or data["header"]["not_measured"] else 0
+
+
+def walk_file(path: Path, out: Path) -> int:
+    """Finish a file that a run left which was cut short."""
+    data = json.loads(path.read_text())
+    counts = data["header"]["prompts"]
+    document = json.loads((MODELS / "expected_steps.json").read_text())
+    prompts = {k: texts[: counts[k]] for k, texts in chosen_prompts(document["entries"], None).items()}
+    return finish(data, prompts, out)
+
+
+def first_answers(found: dict) -> list[dict]:
+    """Of the first round, one request at a time, and of arms whose steps a walk can foretell."""
+    return [
+        {"arm": name, "temperature": t, "kind": kind, "steps": rounds[0]["steps"], "answers": rounds[0]["answers"]}
+        for (name, t, kind, size), rounds in found.items()
+        # Upstream's chain accepts a sampled draft at random.
+        if size == 1 and name != "auto" and not (name == "dflash" and t != "0")
+    ]  # fmt: skip

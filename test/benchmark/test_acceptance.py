@@ -228,11 +228,13 @@ def test_rounds_end_with_the_time_and_sample_at_first(monkeypatch):
             asked.append((name, job["temperature"]))
             return told(3, 24)
 
-    found = engine.measure(Fake(), {"code": ["a"]}, 12, seconds=40, rounds=9)
+    kept = []
+    found = engine.measure(Fake(), {"code": ["a"]}, 12, 40, 9, keep=lambda found: kept.append(len(found)))
+    assert len(kept) == 2 * len(found["auto", "0", "code", 1]) and kept[-1] == len(found)
     assert {key[0] for key in found} == {"dflash", "auto"}  # not the one that was lost
     rounds = {key: len(value) for key, value in found.items()}
     assert rounds["dflash", "0", "code", 1] == rounds["auto", "0", "code", 8] >= engine.MIN_ROUNDS
-    assert rounds["auto", "1", "code", 1] == engine.SAMPLED_ROUNDS and ("dflash", "1", "code", 1) not in rounds
+    assert rounds["auto", "1", "code", 1] == 1 and ("dflash", "1", "code", 1) not in rounds
     assert asked.count(("dflash", 0.0)) == 2 * (rounds["dflash", "0", "code", 1] + 1)
 
 
