@@ -231,6 +231,14 @@ __device__ __forceinline__ void value_segment(const MlaTreeVerifyParams& params,
       r_o[m][j][0] = r_o[m][j][1] = r_o[m][j][2] = r_o[m][j][3] = 0.f;
   }
 
+  // The phases in which the stages held Q instead of P. No result depends on this wait, but
+  // synccheck reports whoever arrives at a barrier whose last phase no one waited for.
+  Stage<C> q_stage(segment.ring - C::kQStages);
+#pragma unroll 1
+  for (int i = 0; i < C::kQStages; ++i) {
+    arch::mbarrier_wait(arch::smem_address(&smem.bar_p_full[q_stage.index]), q_stage.parity);
+    q_stage.template advance<1>();
+  }
   Stage<C> stage(segment.ring);
   for (int tile = 0; tile < segment.num_tiles; ++tile) {
     const int lane =
