@@ -2,6 +2,8 @@
 """What all tests share: servers, the order of files, no limits that a slow machine could break, and a reason for each
 test of the GPU that is skipped."""
 
+import contextlib
+import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -14,6 +16,15 @@ from srt.zygote import Zygote
 # What a shell starts in the background ignores SIGINT, and so would all that the tests start and end with it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A third of the text that the tests import, and nothing of it imports torch. In a new environment nothing is compiled,
+# and two workers would compile the same modules at the same time: the second one begins with these.
+LIBRARIES = ["sympy", "pandas", "networkx", "openai", "IPython", "fastapi", "aiohttp"]
+first = importlib.util.find_spec(LIBRARIES[0])
+if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" and first and not os.path.exists(first.cached):
+    for name in LIBRARIES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
 # No example may fail for the time that it took.
 hypothesis.settings.register_profile(
