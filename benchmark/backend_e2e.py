@@ -5,9 +5,9 @@
     python benchmark/backend_e2e.py --device cpu --only 'DDTREE bf16' --out r.json     # against the torch reference
     python benchmark/backend_e2e.py --list
 
-A run is an Engine with an algorithm (plain decoding, a DFLASH chain, a DDTREE tree, an EAGLE tree, STANDALONE and
-NGRAM trees), a KV dtype, a page size, CUDA graphs or none, and a backend: upstream's, or ours in one of its modes. Each
-run of ours is compared with upstream's of the same algorithm, KV dtype and page size.
+A run is an Engine with an algorithm (plain decoding, a DFLASH chain, a DDTREE tree, an EAGLE tree, an NGRAM
+tree), a KV dtype, a page size, CUDA graphs or none, and a backend: upstream's, or ours in one of its modes. Each run of
+ours is compared with upstream's of the same algorithm, KV dtype and page size.
 
 The rule, made before any run. Greedy tokens of two bf16 runs may part, at a near-tie only: where they part, upstream's
 two best tokens are at most TIE nats apart, and up to there the log-probabilities of the chosen tokens agree to DRIFT.
@@ -57,7 +57,7 @@ START = re.compile(r"kdtree_sm120 (?:[\w ]+ )?(?:over Triton|in torch), tp rank 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    algorithm: str  # plain, DFLASH, DDTREE, EAGLE, STANDALONE, NGRAM
+    algorithm: str  # plain, DFLASH, DDTREE, EAGLE, NGRAM
     kv: str = "bf16"
     page: int = 1
     graphs: bool = True
@@ -96,16 +96,16 @@ def all_runs() -> list[Run]:
         runs.append(Run(algorithm, graphs=False, backend="kdtree_sm120", mode="on"))
         runs.append(Run(algorithm, graphs=False, backend="kdtree_sm120", mode="validate"))
         runs.append(Run(algorithm, backend="kdtree_sm120", mode="off"))
-    # Masks and lists of their own, but no code of ours besides: once each.
-    for algorithm in ("STANDALONE", "NGRAM"):
-        runs.append(Run(algorithm))
-        runs += [Run(algorithm, backend="kdtree_sm120", mode=mode) for mode in ("on", "validate")]
+    # A mask and lists of its own, but no code of ours besides: once. STANDALONE is not here: upstream takes a drafter of
+    # this architecture for a NextN layer.
+    runs.append(Run("NGRAM"))
+    runs += [Run("NGRAM", backend="kdtree_sm120", mode=mode) for mode in ("on", "validate")]
     return runs
 
 
 def unavailable(run: Run, device: str) -> str | None:
     if device == "cpu":
-        if run.algorithm in ("EAGLE", "STANDALONE", "NGRAM"):
+        if run.algorithm in ("EAGLE", "NGRAM"):
             return f"{run.algorithm} has no CPU form"
         if run.kv == "fp8":
             return "KV is float32 on a CPU"
@@ -145,11 +145,6 @@ def arguments_of(run: Run, device: str, folder: Path) -> dict[str, Any]:
             "speculative_algorithm": "EAGLE", "speculative_draft_model_path": eagle_drafter(folder),
             "speculative_draft_load_format": "dummy", "speculative_num_steps": 4, "speculative_eagle_topk": 4,
             "speculative_num_draft_tokens": NODES,
-        }  # fmt: skip
-    if run.algorithm == "STANDALONE":  # the target drafts for itself
-        arguments |= {
-            "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(MODELS / "target"),
-            "speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6,
         }  # fmt: skip
     if run.algorithm == "NGRAM":
         arguments |= {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": NODES}
@@ -355,7 +350,7 @@ def judge(done: dict[Run, dict], run: Run, *, reference: bool = False) -> dict:
     found = compare(partner["result"], own["result"], run.kv)
     row |= found | {"problems": row["problems"] + found["problems"]}
     if run.mode == "validate":
-        parts = ["target"] + (["draft extend"] if run.algorithm in ("EAGLE", "STANDALONE") else [])
+        parts = ["target"] + (["draft extend"] if run.algorithm == "EAGLE" else [])
         compared = {(report["rank"], report["part"]) for report in own["reports"] if report["rows"]}
 
         def of(rank: int) -> str:
