@@ -247,3 +247,13 @@ def test_steps_that_the_walk_does_not_take_are_a_problem():
         "tree 8, T = 0, code: 101 steps, 100 in the walk", "tree 8, T = 0, prose: 110 steps, 100 in the walk"
     ]  # fmt: skip
     assert [p.split(":")[0] for p in engine.problems_of(walks, "cuda")] == ["tree 8, T = 0, prose"]
+
+
+def test_the_committed_file_of_engines_is_consistent_and_fills_its_tables():
+    path = RESULT.parents[1] / "h200" / "acceptance.json"
+    if not path.exists():
+        pytest.skip("no run on a GPU is committed")
+    data = results.load_engine(path)
+    assert "first_answers" not in data, "a run that was cut short: finish it with --walk"
+    for make in (table.engine_acceptance, table.engine_speeds, table.engine_against_chain):
+        assert len({line.count("|") for line in make(data).splitlines()}) == 1
