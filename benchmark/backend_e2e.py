@@ -96,8 +96,8 @@ def all_runs() -> list[Run]:
         runs.append(Run(algorithm, graphs=False, backend="kdtree_sm120", mode="on"))
         runs.append(Run(algorithm, graphs=False, backend="kdtree_sm120", mode="validate"))
         runs.append(Run(algorithm, backend="kdtree_sm120", mode="off"))
-    # A mask and lists of its own, but no code of ours besides: once. STANDALONE is not here: upstream takes a drafter of
-    # this architecture for a NextN layer.
+    # A mask and lists of its own, but no code of ours besides: once. STANDALONE is not here: upstream takes a drafter
+    # of this architecture for a NextN layer.
     runs.append(Run("NGRAM"))
     runs += [Run("NGRAM", backend="kdtree_sm120", mode=mode) for mode in ("on", "validate")]
     return runs
