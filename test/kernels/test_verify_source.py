@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernels.cases import CASES, make_inputs
+from kernels.cases import CASES, Case, make_inputs
 from kernels.host_build import load_host_build
 
 from sgl_kernel_sm120 import MaskLayout, mla_tree_verify_reference
@@ -116,6 +116,19 @@ def test_matches_the_reference(library, name, num_sms):
     assert (out.double() - want.double()).norm() <= 4e-3 * want.double().norm()
     torch.testing.assert_close(out.float(), want.float(), rtol=3e-2, atol=2e-2 * float(want.float().abs().max()))
     torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=2e-2)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("kv", "s_q"), [("bf16", 9), ("fp8", 9), ("fp8", 1)])
+def test_blocks_with_several_long_segments(library, kv, s_q, seed):
+    """A warp without a row block (fp8: 3 of 4 softmax warps have one, or 1 of 4) must not mistake a round of the ring
+    for a later one, and a slow role must not miss one."""
+    case = Case("segments", (200, 290, 180), s_q=s_q, kv=kv)
+    out, _, status, arguments = run(library, case, num_sms=2 if s_q == 1 else 4, seed=seed)
+    want = torch.empty_like(out)
+    mla_tree_verify_reference(**arguments, out=want)
+    assert status == 0
+    assert (out.double() - want.double()).norm() <= 4e-3 * want.double().norm()
 
 
 def test_the_order_of_warps_does_not_change_a_bit(library):

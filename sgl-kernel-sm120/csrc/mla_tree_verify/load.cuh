@@ -29,7 +29,7 @@ __device__ __forceinline__ void init_barriers(typename C::SharedMemoryPlan& smem
   if (thread < kPairs) init(smem.bar_scores_empty[thread], C::kBusySoftmaxWarps);
   if (thread == 0) {
     init(smem.bar_scores_full, kHalves);
-    init(smem.bar_q_scaled, kSoftmaxWarps + kValueWarps);
+    init(smem.bar_q_scaled, C::kBusySoftmaxWarps + kValueWarps);
   }
 }
 

@@ -20,13 +20,15 @@ __device__ __forceinline__ void wait_for_scaled_q(typename C::SharedMemoryPlan& 
   arch::mbarrier_wait(arch::smem_address(&smem.bar_q_scaled), segment.number & 1);
 }
 
-// fp8, softmax and value warps: each row of Q times an exact power of two, so that its largest
-// element lies in [2^14, 2^15), from bf16 to fp16 in place.
+// fp8, value warps and the softmax warps that have a row block: each row of Q times an exact power
+// of two, so that its largest element lies in [2^14, 2^15), from bf16 to fp16 in place. Not the
+// other softmax warps: they go on to the last segment at once, and a warp that is more than a round
+// of the ring ahead takes another phase of bar_full for its own.
 template <class C>
 __device__ __forceinline__ void scale_q(typename C::SharedMemoryPlan& smem, const Segment& segment,
                                         int warp) {
   const int lane = arch::thread_index() % kWarp;
-  constexpr int kWarps = kSoftmaxWarps + kValueWarps, kWords = kQRowBytes / 4;
+  constexpr int kWarps = C::kBusySoftmaxWarps + kValueWarps, kWords = kQRowBytes / 4;
 #pragma unroll 1
   for (int r = warp; r < C::kRows; r += kWarps) {
     const Stage<C> stage(segment.ring - C::kQStages + r / C::kQRowsPerStage);
@@ -50,8 +52,7 @@ __device__ __forceinline__ void scale_q(typename C::SharedMemoryPlan& smem, cons
   }
   __syncwarp();
   if (lane == 0) arch::mbarrier_arrive(arch::smem_address(&smem.bar_q_scaled));
-  // A warp that has no tile of this segment must not arrive for the next one before all have for
-  // this.
+  // For the scales of rows that other warps had.
   wait_for_scaled_q<C>(smem, segment);
 }
 

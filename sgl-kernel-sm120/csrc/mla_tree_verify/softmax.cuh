@@ -216,6 +216,7 @@ __device__ __forceinline__ void softmax_segment(const MlaTreeVerifyParams& param
   if (params.status != nullptr && arch::thread_index() % kWarp == 0 && warp == 0 &&
       !mask_block_is_complete(params, segment))
     atomicOr(params.status, kMaskClamped);
+  if (warp >= C::kBusySoftmaxWarps) return;
   if constexpr (C::Kv::kFp8) scale_q<C>(smem, segment, warp);
   constexpr int kMost = C::kSoftmaxBlocks;  // the last warps may have one less
   if (warp + (kMost - 1) * kSoftmaxWarps < C::kRowBlocks)

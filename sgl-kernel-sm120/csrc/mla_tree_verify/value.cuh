@@ -222,7 +222,7 @@ template <class C>
 __device__ __forceinline__ void value_segment(const MlaTreeVerifyParams& params,
                                               const Segment& segment,
                                               typename C::SharedMemoryPlan& smem, int warp) {
-  if constexpr (C::Kv::kFp8) scale_q<C>(smem, segment, kSoftmaxWarps + warp);
+  if constexpr (C::Kv::kFp8) scale_q<C>(smem, segment, C::kBusySoftmaxWarps + warp);
   OFragments<C> r_o;
 #pragma unroll
   for (int m = 0; m < kColumnBlocks; ++m) {
@@ -231,14 +231,6 @@ __device__ __forceinline__ void value_segment(const MlaTreeVerifyParams& params,
       r_o[m][j][0] = r_o[m][j][1] = r_o[m][j][2] = r_o[m][j][3] = 0.f;
   }
 
-  // The phases in which the stages held Q instead of P. No result depends on this wait, but
-  // synccheck reports whoever arrives at a barrier whose last phase no one waited for.
-  Stage<C> q_stage(segment.ring - C::kQStages);
-#pragma unroll 1
-  for (int i = 0; i < C::kQStages; ++i) {
-    arch::mbarrier_wait(arch::smem_address(&smem.bar_p_full[q_stage.index]), q_stage.parity);
-    q_stage.template advance<1>();
-  }
   Stage<C> stage(segment.ring);
   for (int tile = 0; tile < segment.num_tiles; ++tile) {
     const int lane =

@@ -127,10 +127,18 @@ inline void run_block(unsigned count, const std::function<void()>& kernel) {
   }
   std::vector<unsigned> warps((count + kWarp - 1) / kWarp);
   for (unsigned i = 0; i < warps.size(); ++i) warps[i] = i;
+  // One warpgroup of the block, or none, runs only when no other warp can: whoever may run ahead of
+  // it does so as far as the barriers let it.
+  const unsigned slow = order() % (warps.size() / 4 + 1);
+  bool others_ran = false;
   while (true) {
     bool ran = false, alive = false;
     std::shuffle(warps.begin(), warps.end(), order);
     for (unsigned warp : warps) {
+      if (warp / 4 == slow && others_ran) {
+        alive = true;
+        continue;
+      }
       // A warp runs until it waits for others; now and then less.
       for (int turn = order() % 64; turn >= 0; --turn) {
         bool warp_ran = false;
@@ -149,6 +157,11 @@ inline void run_block(unsigned count, const std::function<void()>& kernel) {
       }
     }
     if (!alive) return;
+    if (!ran && others_ran) {  // now it is the slow ones' turn
+      others_ran = false;
+      continue;
+    }
+    others_ran = ran;
     if (!ran) {
       std::fprintf(stderr, "deadlock in block (%u, %u): waiting warps", blockIdx.x, blockIdx.y);
       for (unsigned i = 0; i < count; ++i)
