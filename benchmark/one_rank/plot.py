@@ -47,7 +47,8 @@ def draw_kernels(data: dict, path: Path) -> bool:
         axes.bar([row[0] for row in rows], heights, bottom=below, label=kind)
         below = [a + b for a, b in zip(below, heights, strict=True)]
     axes.set(xlabel="context, tokens", ylabel="ms a step", title=f"{ARMS['tree_kdtree'].label}: kernels, profiled")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, ncols=2, loc="upper left")  # the bars grow to the right
+    axes.set_ylim(top=1.25 * max(below))
     figure.savefig(path, dpi=110)
     return True
 
