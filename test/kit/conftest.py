@@ -63,6 +63,7 @@ def scripted():
                 "attention_backend": "kdtree_sm120",
                 "page_size": 1,
                 "kdtree_verify": "on",
+                "expert_distribution_recorder_mode": "per_pass",
             },
         ),
     }

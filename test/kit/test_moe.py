@@ -254,6 +254,15 @@ class TestVerb:
         assert document["tokens_per_step"] == 2.0 and document["scenarios"][0]["time_per_step"] == 1.5
         assert document["source"] == f"{tmp_path / 'r_0.pt'}, {tmp_path / 'r_1.pt'}"
 
+    def test_a_server_without_a_recorder_is_not_asked_to_record(self, tmp_path, scripted, cli_error):
+        """Upstream's scheduler ends on that request."""
+        scripted.pages["/server_info"][1]["expert_distribution_recorder_mode"] = None
+        scripted.pages["/start_expert_distribution_record"] = (200, "ok")
+        error = cli_error("probe", "moe", "--url", scripted.url, "--record-dir", tmp_path)
+        assert error["what"].endswith("/server_info: expert_distribution_recorder_mode")
+        assert "--expert-distribution-recorder-mode per_pass" in error["remedy"]
+        assert not any("expert_distribution" in path for path, _ in scripted.requests)
+
     def test_a_server_that_writes_nothing(self, tmp_path, scripted, cli_error):
         for name in ("start", "stop", "dump"):
             scripted.pages[f"/{name}_expert_distribution_record"] = (200, "ok")

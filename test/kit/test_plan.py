@@ -308,6 +308,18 @@ class TestVerb:
             )  # fmt: skip
             assert again == fits
 
+    def test_a_given_fraction_holds_for_the_nearest_concurrency(self, cli, data):
+        """Not for the largest that fits at some other fraction, which would be dropped."""
+        wish = (
+            "plan", "--model", data / "kimi_k2_6.json", "--draft", data / "kimi_k2_6_dflash.json",
+            "--mem-fraction-static", 0.85, "--context", 60_000, "--concurrency",
+        )  # fmt: skip
+        code, document = cli(*wish, 4)
+        nearest = [row["change"] for row in document["alternatives"] if row["change"].startswith("--concurrency ")]
+        assert code == 1 and len(nearest) == 1
+        fits = int(nearest[0].split()[1])
+        assert [cli(*wish, n)[0] for n in (fits, fits + 1)] == [0, 1]
+
     def test_too_few_gpus_for_the_weights(self, cli, data):
         code, document = cli("plan", "--model", data / "kimi_k2_6.json", "--gpus", 4, "--context", 8_000)
         assert code == 1

@@ -323,7 +323,7 @@ def nearest_wishes(
 ) -> list[tuple[str, Wish, Outcome]]:
     """Single changes to the wish that make it fit, the smallest sacrifice first."""
     found = []
-    for label, changed in _single_changes(wish):
+    for label, changed in _single_changes(wish, fraction=fraction):
         try:
             outcome = solve(changed, fraction=fraction)[1]
         except KitError:  # the change is not allowed with the rest of the wish
@@ -339,7 +339,7 @@ def nearest_wishes(
     return found
 
 
-def _single_changes(wish: Wish):
+def _single_changes(wish: Wish, *, fraction: float | None):
     replace = msgspec.structs.replace
     if wish.calibration is None and wish.kv_dtype == "bf16":
         yield "--kv-cache-dtype fp8_e4m3", replace(wish, kv_dtype="fp8")
@@ -361,7 +361,8 @@ def _single_changes(wish: Wish):
         ):
             yield f"--gpus {gpus}", replace(wish, gpus=gpus)
     concurrency = _largest(
-        lambda n: solve(replace(wish, concurrency=n))[1].fits, wish.concurrency - 1
+        lambda n: solve(replace(wish, concurrency=n), fraction=fraction)[1].fits,
+        wish.concurrency - 1,
     )
     if concurrency:
         yield (

@@ -232,8 +232,23 @@ def worst_layers(
     ]
 
 
+RECORDER = (
+    "Start the server with --expert-distribution-recorder-mode per_pass and "
+    "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR set to the folder of --record-dir."
+)
+
+
 def record(client: Client, folder: Path, args, console) -> list[Path]:
     """Record one request's decode, without its prefill; returns the new files, one or one a rank."""
+    facts = client.facts()
+    mode = facts.raw.get("expert_distribution_recorder_mode")
+    if not mode:  # such a server ends when it is asked to record
+        raise KitError(
+            what=f"{facts.url}/server_info: expert_distribution_recorder_mode",
+            expected="a mode",
+            got=repr(mode),
+            remedy=RECORDER,
+        )
     before = set(folder.glob("*.pt"))
     prompt = PromptMaker(
         client, load_source("prose"), seed=0, run=os.urandom(8).hex()
@@ -253,7 +268,7 @@ def record(client: Client, folder: Path, args, console) -> list[Path]:
             what=f"--record-dir {folder}",
             expected="a new recording of the server",
             got="no new .pt file",
-            remedy="Start the server with --expert-distribution-recorder-mode per_pass and SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR set to this folder.",
+            remedy=RECORDER,
         )
     return new
 

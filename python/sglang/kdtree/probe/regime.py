@@ -109,7 +109,8 @@ def classify(m: Means) -> Regime:
             name="latency-bound",
             reasoning=f"{seen}: kernels run all the time but neither memory nor the power budget is used: "
             "too few thread blocks, each waiting for its own loads.",
-            remedy="A kernel that splits the KV over all SMs: --attention-backend kdtree_sm120 instead of triton for tree verify.",
+            remedy="With triton's tree verify: --attention-backend kdtree_sm120, which splits the KV over all SMs. "
+            "With kdtree_sm120: more requests at a time or a larger tree; a short context leaves the GPU idle.",
         )
     return Regime(
         name="mixed",
