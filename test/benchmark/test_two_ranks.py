@@ -280,7 +280,10 @@ def scripted():
     server.pages |= {
         "/v1/models": (200, {"data": [{"id": "tiny", "max_model_len": 4096}]}),
         "/model_info": (200, {"model_path": "x"}),
-        "/server_info": (200, {"version": "0.5.23", "tp_size": 2, "dp_size": 1}),
+        "/server_info": (
+            200,
+            {"version": "0.5.23", "tp_size": 2, "dp_size": 1, "expert_distribution_recorder_mode": "per_pass"},
+        ),
         "/tokenize": (200, lambda body: {"count": len(body["prompt"].split())}),
         "/generate": (200, sglang_stream([1, 2, 3], prompt_tokens=9)),
         **{f"/{verb}_expert_distribution_record": (200, "ok") for verb in ("start", "stop", "dump")},
