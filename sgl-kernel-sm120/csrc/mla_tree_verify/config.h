@@ -109,10 +109,11 @@ struct Config {
     uint64_t bar_scores_empty[kPairs];  // tile % 2: both halves are read
     uint64_t bar_p_full[kStages];       // P of a tile is written
     Work work[kThreads / kWarp];
-    uint64_t bar_q_scaled;  // fp8: Q of the segment is fp16
-    float q_scale[Kv::kFp8 ? kLiveSegments : 1]
-                 [Kv::kFp8 ? kRows
-                           : 2];  // the power of two that brings a row of Q into the range of fp16
+    // fp8: Q of a segment is fp16, and the power of two that brought each row into its range. One
+    // barrier a live segment: a score warp may come when the next segment's Q is done too.
+    static constexpr int kScaledSegments = Kv::kFp8 ? kLiveSegments : 1;
+    uint64_t bar_q_scaled[kScaledSegments];
+    float q_scale[kScaledSegments][Kv::kFp8 ? kRows : 2];
   };
   static constexpr int kSmemBytes = sizeof(SharedMemoryPlan);
   static_assert(kSmemBytes <= kMaxSmemBytes, "sm_120 gives a block 99 KiB");

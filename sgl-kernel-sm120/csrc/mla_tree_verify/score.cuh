@@ -15,9 +15,15 @@ template <class C>
 using QFragments = uint32_t[C::kSteps][C::kRowBlocks][2];
 
 template <class C>
+__device__ __forceinline__ uint32_t scaled_q_barrier(typename C::SharedMemoryPlan& smem,
+                                                     const Segment& segment) {
+  return arch::smem_address(&smem.bar_q_scaled[segment.number % C::kLiveSegments]);
+}
+
+template <class C>
 __device__ __forceinline__ void wait_for_scaled_q(typename C::SharedMemoryPlan& smem,
                                                   const Segment& segment) {
-  arch::mbarrier_wait(arch::smem_address(&smem.bar_q_scaled), segment.number & 1);
+  arch::mbarrier_wait(scaled_q_barrier<C>(smem, segment), segment.number / C::kLiveSegments & 1);
 }
 
 // fp8, value warps and the softmax warps that have a row block: each row of Q times an exact power
@@ -51,7 +57,7 @@ __device__ __forceinline__ void scale_q(typename C::SharedMemoryPlan& smem, cons
     if (lane == 0) smem.q_scale[segment.number % C::kLiveSegments][r] = scale;
   }
   __syncwarp();
-  if (lane == 0) arch::mbarrier_arrive(arch::smem_address(&smem.bar_q_scaled));
+  if (lane == 0) arch::mbarrier_arrive(scaled_q_barrier<C>(smem, segment));
   // For the scales of rows that other warps had.
   wait_for_scaled_q<C>(smem, segment);
 }
@@ -106,10 +112,10 @@ __device__ __forceinline__ void take_q(QFragments<C>& r_q, typename C::SharedMem
     }
     __syncwarp();
     if (lane == 0) {
-      arch::mbarrier_arrive(arch::smem_address(&smem.bar_empty[stage.index]));
-      // Every round of the ring completes a phase.
+      // Every round of the ring completes a phase, this one before the stage has its next tile.
       if (pair * kHalves + kHalf < C::kBusySoftmaxWarps)
         arch::mbarrier_arrive(arch::smem_address(&smem.bar_p_full[stage.index]));
+      arch::mbarrier_arrive(arch::smem_address(&smem.bar_empty[stage.index]));
     }
     stage.template advance<1>();
   }

@@ -110,6 +110,15 @@ inline unsigned meet(Barrier& barrier, unsigned expected, bool vote = false) {
   return barrier.last_votes;
 }
 
+// Warps that run only when no other can: whoever may run ahead of them does so as far as the barriers
+// let it. None, or a warpgroup, half of one, or a warp.
+inline uint32_t draw_slow_warps(size_t warps) {
+  const unsigned count = order() % 4 == 0 ? 0 : 4u >> order() % 3;
+  if (count == 0) return 0;
+  const unsigned first = order() % (warps / count) * count;
+  return ((1u << count) - 1) << first;
+}
+
 inline void run_block(unsigned count, const std::function<void()>& kernel) {
   if (fibers.size() < count) fibers = std::vector<Fiber>(count);
   threads = count;
@@ -127,15 +136,13 @@ inline void run_block(unsigned count, const std::function<void()>& kernel) {
   }
   std::vector<unsigned> warps((count + kWarp - 1) / kWarp);
   for (unsigned i = 0; i < warps.size(); ++i) warps[i] = i;
-  // One warpgroup of the block, or none, runs only when no other warp can: whoever may run ahead of
-  // it does so as far as the barriers let it.
-  const unsigned slow = order() % (warps.size() / 4 + 1);
+  const uint32_t slow = draw_slow_warps(warps.size());
   bool others_ran = false;
   while (true) {
     bool ran = false, alive = false;
     std::shuffle(warps.begin(), warps.end(), order);
     for (unsigned warp : warps) {
-      if (warp / 4 == slow && others_ran) {
+      if ((slow >> warp & 1) && others_ran) {
         alive = true;
         continue;
       }
