@@ -27,6 +27,7 @@ ROOT = HERE.parent
 sys.path[:0] = [str(HERE), str(HERE / "kernels")]
 
 import arithmetic_sm120  # noqa: E402
+import verify_experiments  # noqa: E402
 from acceptance import results as acceptance_results  # noqa: E402
 from acceptance import table as acceptance_table  # noqa: E402
 from one_rank import results as one_rank_results  # noqa: E402
@@ -219,6 +220,60 @@ def geomeans(data: dict) -> str:
     return markdown(["arm", "time over ours, geometric mean", "shapes"], rows)
 
 
+# us, as the issue of this kernel set them: bs, s_q, h_q, prefix.
+TARGETS = {
+    (1, 9, 8, 4096): 8,
+    (1, 9, 8, 16384): 15,
+    (1, 9, 8, 65536): 35,
+    (1, 9, 8, 131072): 62,
+    (1, 9, 8, 189440): 82,
+    (1, 33, 8, 189440): 300,
+    (1, 9, 64, 189440): 650,
+    (8, 9, 8, 189440): 600,
+}
+
+
+def targets(data: dict) -> str:
+    """Beside each the same shape with an fp8 cache, which was to be no slower anywhere."""
+    found = by_shape(data)
+    rows = []
+    for (bs, s_q, h_q, prefix), target in TARGETS.items():
+        times = [p50(found.get(Shape((prefix,) * bs, s_q, h_q, kv, 1), {}), "ours") for kv in ("bf16", "fp8")]
+        over = f"{times[0] / target:.2f}" if times[0] else "-"
+        rows.append([f"{bs}, {s_q}, {h_q}", f"{prefix:,}", str(target), us(times[0]), over, us(times[1])])
+    return markdown(["bs, q, h", "prefix", "target", "bf16", "over the target", "fp8"], rows)
+
+
+def roofline(data: dict) -> str:
+    """What a call of 72 rows against 189,440 tokens cannot be quicker than, by rates measured in the same process."""
+    tokens, rates = 189440, data["header"]["ceilings"]
+    kv, flop = tokens * 1152, tokens * 80 * 2 * (576 + 512)
+    parts = (
+        ("KV once from memory", f"{kv / 1e6:.0f} MB", "copy_gbps", kv / 1e9),
+        ("KV into the SMs, for each of two row tiles of 40", f"{2 * kv / 1e6:.0f} MB", "l2_read_gbps", 2 * kv / 1e9),
+        ("MMA of 80 rows", f"{flop / 1e9:.0f} GFLOP", "mma_tflops", flop / 1e12),
+    )
+    names = {key: (label, unit) for key, label, unit in RATES}
+    rows = [
+        [what, amount, f"{rates[key]:,.0f} {names[key][1]} ({names[key][0]})", f"{need / rates[key] * 1e6:.0f}"]
+        for what, amount, key, need in parts
+    ]
+    return markdown(["what", "amount", "rate, measured", "us"], rows)
+
+
+def ddtree_build(data: dict) -> str:
+    rows = [
+        [str(r["bs"]), str(r["n"]), str(r["k"]), str(r["depth"]), f"{r['us_p50']:.1f}"]
+        for r in sorted(data["rows"], key=lambda r: (r["n"], r["bs"], r["depth"]))
+        if r["op"] == "ddtree_build"
+    ]
+    return markdown(["b", "N", "K", "depth", "us"], rows)
+
+
+def _experiments(name: str) -> Callable[[dict], str]:
+    return lambda data: markdown(*verify_experiments.TABLES[name](data))
+
+
 LAYERS = 61  # of Kimi K2.6
 
 
@@ -279,8 +334,12 @@ def _two_ranks(part: str) -> Callable[[dict], str]:
 
 
 TABLES: dict[str, Callable[[dict], str]] = {
-    f.__name__: f for f in (header, context, shapes, ladder, fp8, pages, arithmetic, geomeans, attention_of_a_step)
+    f.__name__: f
+    for f in (header, context, shapes, ladder, fp8, pages, arithmetic, geomeans, attention_of_a_step, targets, roofline)
 } | {
+    "ddtree_build": ddtree_build,
+    "experiments_header": verify_experiments.header,
+    **{name: _experiments(name) for name in verify_experiments.TABLES},
     "acceptance_lengths": acceptance_table.acceptance_lengths,
     "acceptance_adaptive": acceptance_table.acceptance_adaptive,
 }
@@ -308,13 +367,15 @@ LOADERS = {
     acceptance_results.FORMAT: acceptance_results.load,
     acceptance_results.ENGINE_FORMAT: acceptance_results.load_engine,
     two_ranks_results.FORMAT: two_ranks_results.load,
+    verify_experiments.FORMAT: verify_experiments.load,
+    "ddtree-1": lambda path: json.loads(path.read_text()),
 }
 
 
 def load_any(path: Path) -> dict:
     """A result file of any format, checked by that format's rules."""
     data = json.loads(path.read_text())
-    found = data.get("header", {}).get("format") if isinstance(data, dict) else None
+    found = data.get("header", data).get("format") if isinstance(data, dict) else None
     return LOADERS.get(found, results.load)(path)
 
 

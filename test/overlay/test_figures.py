@@ -18,8 +18,7 @@ A figure is a number with a unit that somebody has to measure. docs/figures.toml
     table = "benchmark/kv_churn/table.py:cost_table"      # a table without a block of benchmark/report.py
     from = "benchmark/results/cpu/churn.json"
 
-A block of benchmark/report.py, or of the small model's card, needs no entry: it is checked there. The notebook of a
-kernel (NOTES.md) is no document.
+A block of benchmark/report.py, or of the small model's card, needs no entry: it is checked there.
 """
 
 import json
@@ -34,7 +33,8 @@ from overlay.description import module_at
 ROOT = Path(__file__).resolve().parents[2]
 LISTED = tomllib.loads((ROOT / "docs" / "figures.toml").read_text())
 PAGES = ["README.md", "benchmark/README.md", "sgl-kernel-sm120/README.md", "test/models/README.md"]
-DOCUMENTS = [ROOT / name for name in PAGES] + sorted(p for p in (ROOT / "docs").rglob("*.md*"))
+NOTES = (ROOT / "sgl-kernel-sm120" / "csrc").rglob("NOTES.md")
+DOCUMENTS = [ROOT / name for name in PAGES] + sorted([*(ROOT / "docs").rglob("*.md*"), *NOTES])
 UNIT = r"us|ms|s|seconds?|minutes?|hours?|tok/s|tokens? a (?:step|second)|[GT]B/s|TFLOP/s|[KMGT]i?B|W|%|times|points?"
 FIGURE = re.compile(rf"(?<![\w.])\d[\d,]*(?:\.\d+)?(?: to \d[\d,.]*\d)? ?(?:{UNIT})(?!\w)")
 GENERATED = re.compile(r"<!-- results:.*?<!-- /results -->|<!-- ([a-z-]+):begin -->.*?<!-- \1:end -->", re.DOTALL)
