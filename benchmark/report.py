@@ -360,6 +360,7 @@ OPTIONAL_TABLES: dict[str, Callable[[dict], str]] = {
     "two_ranks_header": two_ranks_header,
     **{f"two_ranks_{part}": _two_ranks(part) for part in two_ranks_results.ROW_KEYS},
 }
+one_rank_steps = OPTIONAL_TABLES["one_rank_steps"]  # python/series.toml names it
 NOT_MEASURED = "Not measured yet."
 LOADERS = {
     results.FORMAT: results.load,
