@@ -9,9 +9,10 @@ import pytest
 from docs.documents import documented
 from kit.scripted import sglang_stream
 
+from sglang.kdtree.arguments import counts
 from sglang.kdtree.bench import compare, text
-from sglang.kdtree.bench.client import Client, Event, Reply, absorb, request_body
-from sglang.kdtree.bench.longctx import PromptMaker, findings, parse_contexts
+from sglang.kdtree.bench.client import Client, Event, Reply, ServerFacts, absorb, request_body
+from sglang.kdtree.bench.longctx import DEFAULT_CONTEXTS, PromptMaker, choose_contexts, findings
 from sglang.kdtree.bench.measure import measure, percentile, summarise
 from sglang.kdtree.errors import KitError
 
@@ -237,7 +238,7 @@ class TestVerb:
         code, document = cli("bench", "longctx", "--url", scripted.url, "--contexts", "300,8k", "--text", "code")
         assert code == 1
         assert [row["context"] for row in document["skipped"]] == [8_000]
-        assert "4096" in document["skipped"][0]["why"]
+        assert "3968 tokens that the server holds beside 128" in document["skipped"][0]["why"]
 
     def test_a_loop_is_a_finding_but_not_on_the_phrase(self):
         row = {"text": "code", "context": 1, "cached_tokens": None, "distinct_4grams": 0.1}
@@ -245,7 +246,41 @@ class TestVerb:
         assert findings([row | {"text": "phrase"}], repeats=1) == []
 
     def test_contexts_as_people_write_them(self):
-        assert parse_contexts("1k, 16K".lower() + ",185000,1.5k") == [1_000, 16_000, 185_000, 1_500]
+        assert counts("1k, 16K,185000,1.5k,200_000,1M") == [1_000, 16_000, 185_000, 1_500, 200_000, 1_000_000]
+
+    @pytest.mark.parametrize(
+        ("context", "pool", "chosen"),
+        [
+            (200_000, 400_000, [1, 4, 16, 32, 64, 128, 185, 197]),
+            (200_000, 195_011, [1, 4, 16, 32, 64, 128, 185, 192]),
+            (262_144, 262_144, [1, 4, 16, 32, 64, 128, 185, 200]),
+            (4_096, 16_384, [1, 3.86]),
+            (512, None, [0.31]),
+            (None, None, [1, 4, 16, 32, 64, 128, 185, 200]),
+        ],
+    )
+    def test_contexts_by_default_are_what_the_server_holds(self, context, pool, chosen):
+        facts = ServerFacts(
+            url="", api="sglang", model="m", engine="sglang", max_model_len=context, num_draft_tokens=9, page_size=1,
+            raw={"max_total_num_tokens": pool},
+        )  # fmt: skip
+        got, beyond = choose_contexts(None, facts, ladder=DEFAULT_CONTEXTS, output_tokens=128)
+        assert [count / 1000 for count in got] == chosen and not beyond
+
+    def test_a_plain_call_finds_nothing_amiss_on_a_server_that_ends_below_the_longest(self, scripted, cli):
+        self.serve(scripted)
+        scripted.pages["/server_info"][1]["max_total_num_tokens"] = 2_000
+        code, document = cli("bench", "longctx", "--url", scripted.url, "--repeats", 1, "--output-tokens", 17)
+        assert code == 0 and not document["skipped"]
+        assert document["settings"]["contexts"] == [1_000, 1_880] and len(document["rows"]) == 4
+
+    def test_contexts_beyond_the_pool_are_skipped_too(self, scripted, cli, cli_error):
+        self.serve(scripted)
+        scripted.pages["/server_info"][1]["max_total_num_tokens"] = 1_000
+        line = ("bench", "longctx", "--url", scripted.url, "--text", "code", "--output-tokens", 17, "--contexts")
+        code, document = cli(*line, "300,964,965")
+        assert code == 1 and [row["context"] for row in document["skipped"]] == [965]
+        assert "964 at most" in cli_error(*line, "2k")["expected"]
 
 
 class TestBadServer:

@@ -73,12 +73,39 @@ def test_an_output_that_cannot_be_written(capsys, data, tmp_path):
     assert "--output" in capsys.readouterr().err
 
 
-def test_usage_errors_are_exit_code_2(capsys):
-    for arguments in ([], ["bench"], ["probe", "nothing"], ["plan"]):
-        with pytest.raises(SystemExit) as caught:
-            main(arguments)
-        assert caught.value.code == 2
-    assert "usage:" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "what", "expected", "got"),
+    [
+        ("", "VERB", "a value", "none"),
+        ("bench", "WHAT", "a value", "none"),
+        ("probe nothing", "WHAT", "'commit-length', 'gpu'", "'nothing'"),
+        ("plan", "--model", "a value", "none"),
+        ("plan --model", "--model", "one argument", "none"),
+        ("plan --model x --gpus two", "--gpus", "whole number, at least 1", "'two'"),
+        ("plan --model x --context 200q", "--context", "such as 4096, 200k or 1.5M", "'200q'"),
+        ("plan --model x --context 0.5", "--context", "such as 4096, 200k", "'0.5'"),
+        ("plan --model x --mem-fraction-static most", "--mem-fraction-static", "a number", "'most'"),
+        ("plan --model x --kv-dtype int2", "--kv-dtype", "one of 'bf16', 'fp8'", "'int2'"),
+        ("plan --model x --fast", "--fast", "an argument that this verb has", "--fast"),
+        ("plan --mod x", "--model", "a value", "none"),  # no abbreviations: a later flag would change their meaning
+        ("bench longctx --contexts 1k,long", "--contexts", "such as 1k,16k", "'1k,long'"),
+    ],
+)
+def test_bad_arguments_have_the_form_of_every_error(capsys, words, what, expected, got):
+    code = main([*words.split(), "--json"])
+    document = json.loads(capsys.readouterr().out)
+    jsonschema.validate(document, schemas.SCHEMAS["error"])
+    error = document["error"]
+    assert code == document["exit_code"] == 2 and error["what"] == what
+    assert expected in error["expected"].replace('"', "'") and got in error["got"] and "--help" in error["remedy"]
+    assert main(words.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith(f"error: {what}\n  expected: ")
+
+
+def test_json_behind_two_dashes_is_not_ours(capsys):
+    assert main(["bench", "longctx", "--url", "x", "--", "--json"]) == 2
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("module", sorted(PIP_NAME))
@@ -93,6 +120,8 @@ def test_without_rich_there_is_still_a_message(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "rich.console", None)
     assert main(["doctor"]) == 2
     assert "pip install rich" in capsys.readouterr().err
+    assert main(["doctor", "--json"]) == 2
+    assert "pip install rich" in json.loads(capsys.readouterr().out)["error"]["remedy"]
 
 
 def test_files_are_replaced_in_one_step(tmp_path):

@@ -78,7 +78,7 @@ class FakeNvml(SimpleNamespace):
 def sample(at, sm, memory, power, limit=600.0, index=0, **other):
     values = dict(
         at_s=at, gpu=index, sm_pct=sm, memory_pct=memory, power_w=power, power_limit_w=limit, sm_clock_mhz=2_400,
-        memory_clock_mhz=14_000, pcie_rx_mb_s=None, pcie_tx_mb_s=None, nvlink_rx_kib=None, nvlink_tx_kib=None,
+        memory_clock_mhz=14_000, pcie_rx_mb_s=None, pcie_tx_mb_s=None, nvlink_rx_mb_s=None, nvlink_tx_mb_s=None,
         used_gb=90.0,
     )  # fmt: skip
     return Sample(**(values | other))
@@ -106,16 +106,6 @@ class TestRegime:
         assert (m.samples, m.sm_pct, m.memory_pct, m.power_w) == (3, 99.0, 2.0, 135.0)
         assert m.pcie_rx_mb_s is None and m.nvlink_rx_mb_s is None
 
-    def test_nvlink_rate_is_the_difference_of_counters(self):
-        """1,000,000 KiB in 2 s on one GPU and 500,000 KiB in 2 s on the other."""
-        samples = [
-            sample(0.0, 99, 1, 130.0, nvlink_rx_kib=5_000_000),
-            sample(0.0, 99, 1, 130.0, nvlink_rx_kib=7, index=1),
-            sample(2.0, 99, 1, 130.0, nvlink_rx_kib=6_000_000),
-            sample(2.0, 99, 1, 130.0, nvlink_rx_kib=500_007, index=1),
-        ]
-        assert means(samples).nvlink_rx_mb_s == pytest.approx(1_500_000 * 1024 / 2 / 1e6)
-
     def test_effective_bandwidth_of_a_published_step(self):
         """63,903 tokens x 70,272 B in a step of 0.357 s: 12.6 GB/s of 1,792."""
         got = effective_bandwidth_gb_s(context=63_903, cell_bytes=70_272, step_s=0.357)
@@ -133,9 +123,15 @@ class TestNvml:
             133.0,
             600.0,
         )
-        assert first.pcie_rx_mb_s == 250.0 and first.nvlink_rx_kib == 1_000 and first.used_gb == 90.0
-        assert second.pcie_rx_mb_s is None and second.nvlink_rx_kib is None
+        assert first.pcie_rx_mb_s == 250.0 and first.used_gb == 90.0
+        assert second.pcie_rx_mb_s is None and second.nvlink_rx_mb_s is None
         assert nvml.names()[0] == "NVIDIA RTX PRO 6000 Blackwell"
+
+    def test_nvlink_is_the_growth_of_its_counters(self):
+        """1,000 KiB a reading of the utilisation: two GPUs, two readings a sample; then 2,000 KiB in 0.5 s."""
+        nvml = Nvml(FakeNvml())
+        seen = [nvml.sample(at_s=at, gpus=[0, 1])[0].nvlink_rx_mb_s for at in (1.0, 1.5, 1.5, 3.5)]
+        assert seen == [None, 2_000 * 1024 / 0.5 / 1e6, None, 2_000 * 1024 / 2 / 1e6]
 
     def test_without_a_driver_the_message_says_so(self, cli_error, monkeypatch):
         import pynvml
@@ -162,7 +158,7 @@ class TestNvml:
 def arguments(**changes):
     defaults = dict(
         watch=None, interval=0.005, gpus=None, model_config=None, kv_dtype="bf16", peak_bandwidth=None, csv=None,
-        plot=None, url="http://x", api="sglang", model=None, api_key=None, timeout=600.0, context="300", text="prose",
+        plot=None, url="http://x", api="sglang", model=None, api_key=None, timeout=600.0, context=300, text="prose",
         output_tokens=33,
     )  # fmt: skip
     return argparse.Namespace(**(defaults | changes))
@@ -245,20 +241,32 @@ class TestVerb:
         assert [s.at_s for s in phases["prefill"]] == [1.0, 2.9]
         assert [s.at_s for s in phases["decode"]] == [3.0, 5.0]
 
-    def test_the_table_of_the_live_view(self):
-        assert gpu.live_table([sample(0.0, 99, 1, 130.0)]).row_count == 1
+    def test_live_table_and_plot_show_every_column_of_the_csv(self):
+        columns = list(Sample.__struct_fields__)
+        assert ["at_s", "gpu", *gpu.COLUMNS] == columns
+        assert [key for keys in gpu.PANELS.values() for key in keys] == columns[2:]
+        full = sample(0.0, 99, 1, 130.0, **dict.fromkeys(columns[8:12], 12_345.6))
+        console = Console(width=80, file=io.StringIO())
+        console.print(gpu.live_table([full, sample(0.0, 7, 1, 130.0, index=1)]))
+        first, second = console.file.getvalue().splitlines()[-2:]
+        assert first.split() == ["0", "99", "1", "130", "600", "2,400", "14,000", *["12,346"] * 4, "90"]
+        assert second.split() == ["1", "7", "1", "130", "600", "2,400", "14,000", *["-"] * 4, "90"]
 
     def test_the_table_of_the_means_names_everything_that_was_sampled(self):
         samples = [
-            sample(0.0, 98, 1, 130.0, nvlink_rx_kib=0, nvlink_tx_kib=0, pcie_rx_mb_s=100.0, pcie_tx_mb_s=300.0),
-            sample(1.0, 100, 3, 136.0, nvlink_rx_kib=10**6, nvlink_tx_kib=0, pcie_rx_mb_s=200.0, pcie_tx_mb_s=300.0),
+            sample(
+                0.0, 98, 1, 130.0, nvlink_rx_mb_s=1024.0, nvlink_tx_mb_s=0.0, pcie_rx_mb_s=100.0, pcie_tx_mb_s=300.0
+            ),
+            sample(
+                1.0, 100, 3, 136.0, nvlink_rx_mb_s=1024.0, nvlink_tx_mb_s=0.0, pcie_rx_mb_s=200.0, pcie_tx_mb_s=300.0
+            ),
         ]
         data = gpu.report({"watch": samples}, ["NVIDIA X"], [0], "580") | {"decode": None}
         console = Console(width=200, file=io.StringIO())
         gpu.render(Result(verb="probe-gpu", data=data, exit_code=1), console)
         (row,) = [line for line in console.file.getvalue().splitlines() if line.startswith("\u2502 watch")]
         assert [cell.strip() for cell in row.strip("\u2502").split("\u2502")] == [
-            "watch", "2", "99.0", "2.0", "133", "600", "2,400/14,000", "150/300", "1,024/0", "latency-bound",
+            "watch", "2", "99.0", "2.0", "133", "600", "2,400/14,000", "150/300", "1,024/0", "90", "latency-bound",
         ]  # fmt: skip
         watched = sample(0.0, 98, 1, 130.0)  # a card without PCIe and NVLink counters
         data = gpu.report({"watch": [watched]}, ["NVIDIA X"], [0], "580") | {"decode": None}

@@ -163,7 +163,26 @@ class TestRecordings:
     def test_damaged_files(self, tmp_path, cli_error, content):
         for name in ("r.pt", "r.npz"):
             (tmp_path / name).write_bytes(content)
-            assert cli_error("probe", "moe", "--trace", tmp_path / name)["what"].startswith("trace ")
+            error = cli_error("probe", "moe", "--trace", tmp_path / name)
+            assert error["what"] == f"--trace {tmp_path / name}"
+            assert error["got"] == f"{len(content)} bytes that begin with {content[:16]!r}"
+
+    def test_foreign_files_are_described_in_words(self, tmp_path, cli_error):
+        """Not in those of torch's unpickler or numpy's reader."""
+        torch.save({"weights": Exception("an object")}, tmp_path / "objects.pt")
+        torch.save([torch.ones(2)], tmp_path / "list.pt")
+        np.savez(tmp_path / "other.npz", logits=np.ones(2))
+        np.save(tmp_path / "array.npy", np.ones(2))
+        (tmp_path / "array.npy").rename(tmp_path / "array.npz")
+        got = {
+            name: cli_error("probe", "moe", "--trace", tmp_path / name)["got"]
+            for name in ("objects.pt", "list.pt", "other.npz", "array.npz", "none.pt", "none.npz")
+        }
+        assert got["objects.pt"].startswith("an archive of objects/data.pkl")
+        assert got["list.pt"] == "neither records nor logical_count in it"
+        assert got["other.npz"] == "an archive of logits.npy"
+        assert got["array.npz"].startswith("144 bytes that begin with b") and "NUMPY" in got["array.npz"]
+        assert got["none.pt"] == got["none.npz"] == "No such file or directory"
 
     @pytest.mark.parametrize(
         "documents",
@@ -179,7 +198,7 @@ class TestRecordings:
     def test_recordings_that_do_not_belong_together_or_are_empty(self, tmp_path, cli_error, documents):
         for index, document in enumerate(documents):
             torch.save(document, tmp_path / f"{index}.pt")
-        assert cli_error("probe", "moe", "--trace", tmp_path)["what"].startswith("trace ")
+        assert cli_error("probe", "moe", "--trace", tmp_path)["what"].startswith("--trace ")
 
     def test_an_empty_folder(self, tmp_path, cli_error):
         assert "no .pt file" in cli_error("probe", "moe", "--trace", tmp_path)["got"]
@@ -316,7 +335,7 @@ class TestVerb:
     )
     def test_traces_without_sense(self, tmp_path, cli_error, ids):
         np.savez(tmp_path / "t.npz", topk_ids=ids)
-        assert cli_error("probe", "moe", "--trace", tmp_path / "t.npz")["what"].startswith("trace ")
+        assert cli_error("probe", "moe", "--trace", tmp_path / "t.npz")["what"].startswith("--trace ")
 
     @pytest.mark.parametrize("arguments", [[], ["--trace", "a", "--record-dir", "b"]])
     def test_one_source_is_needed(self, cli_error, arguments):

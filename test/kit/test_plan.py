@@ -3,6 +3,7 @@
 
 import itertools
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from sglang.kdtree.cli import main
 from sglang.kdtree.errors import KitError
 from sglang.kdtree.model_shape import load_drafter, load_target, target_shape
 from sglang.kdtree.plan import buffers, calibrate, kv_pool, machine, weights
@@ -320,6 +322,56 @@ class TestVerb:
         fits = int(nearest[0].split()[1])
         assert [cli(*wish, n)[0] for n in (fits, fits + 1)] == [0, 1]
 
+    @pytest.mark.parametrize(
+        ("context", "given", "offered"),
+        [
+            ("200k", 0.85, "0.94"),
+            ("200k", 0.93, "0.94"),
+            (90_000, 0.85, "0.86"),
+            ("1k", 0.96, "0.95"),
+            ("250k", 0.9, None),
+        ],
+    )
+    def test_the_fraction_next_to_the_one_given_that_fits(self, cli, data, context, given, offered):
+        wish = (
+            "plan",
+            "--model",
+            data / "kimi_k2_6.json",
+            "--draft",
+            data / "kimi_k2_6_dflash.json",
+            "--context",
+            context,
+        )
+        code, document = cli(*wish, "--mem-fraction-static", given)
+        words = [row["change"].split() for row in document["alternatives"]]
+        assert code == 1 and dict(words).get("--mem-fraction-static") == offered
+        assert any("0.94, which ran out" in text or "0.95" in text for text in document["warnings"]) == (
+            offered in ("0.94", "0.95") or given > 0.94
+        )
+        if offered:
+            assert words[0][0] == "--mem-fraction-static" and cli(*wish, *words[0])[0] == 0
+
+    def test_the_pool_is_given_by_both_ways_to_charge_a_drafter(self, cli, data, capsys):
+        """The known pools are within 3 % of the one by layers, in the plain call."""
+        wish = ["plan", "--model", data / "kimi_k2_6.json", "--draft", data / "kimi_k2_6_dflash.json"]
+        for observed, fraction in ((101_134, 0.85), (195_011, 0.93)):
+            pool = cli(*wish, "--mem-fraction-static", fraction)[1]["pool"]
+            assert pool["tokens"] == pool["by_accounting"]["own-geometry"]
+            assert abs(pool["by_accounting"]["layer-scaled"] / observed - 1) < 0.03
+        assert main([*map(str, wish), "--mem-fraction-static", "0.85"]) == 1
+        printed = " ".join(capsys.readouterr().out.replace("\u2502", " ").split())
+        for name, tokens, who in (("own-geometry", "82,707", "this fork"), ("layer-scaled", "98,209", "older")):
+            assert re.search(f"{name} {tokens} tokens: drafter as {who}", printed)
+        assert not cli("plan", "--model", data / "kimi_k2_6.json")[1]["pool"]["by_accounting"]
+
+    def test_sizes_as_people_write_them(self, cli, data):
+        plans = [
+            cli("plan", "--model", data / "kimi_k2_6.json", "--context", context, "--chunked-prefill-size", chunk,
+                "--observed", observed)[1]
+            for context, chunk, observed in (("150k", "4k", "0.93:195k"), (150_000, 4_000, "0.93:195000"))
+        ]  # fmt: skip
+        assert plans[0] == plans[1]
+
     def test_too_few_gpus_for_the_weights(self, cli, data):
         code, document = cli("plan", "--model", data / "kimi_k2_6.json", "--gpus", 4, "--context", 8_000)
         assert code == 1
@@ -350,8 +402,6 @@ class TestVerb:
         assert dict(document["command"]["flags"])["--model-path"] == str(tmp_path)
 
     def test_tables_and_output_file(self, data, tmp_path, capsys):
-        from sglang.kdtree.cli import main
-
         out = tmp_path / "sub" / "plan.json"
         assert main(["plan", "--model", str(data / "kimi_k2_6.json"), "--context", "100000", "--output", str(out)]) == 0
         printed = capsys.readouterr().out
@@ -453,7 +503,7 @@ class TestBadInput:
 
     def test_a_file_that_is_no_text(self, cli_error, tmp_path):
         (tmp_path / "config.json").write_bytes(b"\x80\x02\xff\xfe")
-        assert "codec can't decode" in cli_error("plan", "--model", tmp_path)["got"]
+        assert cli_error("plan", "--model", tmp_path)["got"] == r"4 bytes that begin with b'\x80\x02\xff\xfe'"
 
     def test_observations_that_no_machine_can_make(self, cli_error, data):
         for pair in (("0.85:200000", "0.93:100000"), ("0.5:100000", "0.9:180000")):

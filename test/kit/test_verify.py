@@ -166,7 +166,9 @@ class TestDamage:
     def test_a_file_cut_short(self, tmp_path, case, cli_error):
         path = write(tmp_path / "a.safetensors", case, ours=case["exact"], upstream=case["exact"])
         path.write_bytes(path.read_bytes()[:5_000])
-        assert cli_error("probe", "verify", "--dump", path)["expected"] == "a complete safetensors file"
+        error = cli_error("probe", "verify", "--dump", path)
+        assert error["what"] == f"--dump {path}" and error["expected"] == "a complete safetensors file"
+        assert error["got"].startswith("5000 bytes that begin with ")
 
     def test_an_empty_folder(self, tmp_path, cli_error):
         assert cli_error("probe", "verify", "--dump", tmp_path)["got"] == "none"

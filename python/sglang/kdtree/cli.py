@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
@@ -12,6 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from sglang.kdtree.arguments import Parser
 from sglang.kdtree.errors import EXIT_UNUSABLE, KitError
 from sglang.kdtree.optional import require
 from sglang.kdtree.result import Result, dump_json, write_json
@@ -65,8 +65,8 @@ GROUP_HELP = {
 }
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> Parser:
+    parser = Parser(
         prog="python -m sglang.kdtree",
         description="The operator's kit of the kdtree fork of SGLang.",
         epilog="Exit codes: 0 all well, 1 a finding, 2 bad input or unreachable server.",
@@ -99,12 +99,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else list(argv)
+    as_json = "--json" in argv[: argv.index("--") if "--" in argv else None]
     try:
+        args = build_parser().parse_args(argv)
         rich_console = require("rich.console", needed_for="tables")
     except KitError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_UNUSABLE
+        return report_error(error, as_json=as_json)
     progress_console = rich_console.Console(stderr=True)
     try:
         for argument in ("output", "plot", "csv"):
@@ -113,8 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.output:
             write_json(args.output, result.document())
     except KitError as error:
-        report_error(error, as_json=args.json, console=progress_console)
-        return EXIT_UNUSABLE
+        return report_error(error, as_json=as_json)
     except KeyboardInterrupt:
         progress_console.print("Interrupted.", style="yellow")
         return 130
@@ -158,20 +158,13 @@ def check_target(argument: str, path: Path | None) -> None:
         )
 
 
-def report_error(error: KitError, *, as_json: bool, console) -> None:
+def report_error(error: KitError, *, as_json: bool) -> int:
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "schema": "sglang.kdtree/error/1",
-                    "exit_code": EXIT_UNUSABLE,
-                    "error": error.to_dict(),
-                }
-            )
-        )
-        return
-    console.print(f"error: {error.what}", style="bold red", markup=False)
-    console.print(f"  expected: {error.expected}", markup=False)
-    console.print(f"  got:      {error.got}", markup=False)
-    console.print(f"  remedy:   {error.remedy}", markup=False)
+        document = {"schema": "sglang.kdtree/error/1", "exit_code": EXIT_UNUSABLE}
+        print(json.dumps(document | {"error": error.to_dict()}))
+    else:
+        print(f"error: {error.what}", file=sys.stderr)
+        for name in ("expected", "got", "remedy"):
+            print(f"  {name + ':':<10}{getattr(error, name)}", file=sys.stderr)
     sys.stderr.flush()
+    return EXIT_UNUSABLE

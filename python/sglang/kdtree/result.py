@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def read_json(path: Path, *, argument: str) -> Any:
         raise KitError(
             what=f"{argument} {path}",
             expected="a readable JSON file",
-            got=getattr(error, "strerror", None) or str(error),
+            got=looks_of(path),
             remedy="Check the path.",
         ) from error
     try:
@@ -75,6 +76,18 @@ def read_json(path: Path, *, argument: str) -> Any:
             got=f"{error.msg} at line {error.lineno} column {error.colno} ({len(text)} characters read)",
             remedy="The file is damaged or was cut off: write it again.",
         ) from error
+
+
+def looks_of(path: Path) -> str:
+    """What a file of another kind is, for the words of an error: what it holds, or begins with."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return f"an archive of {', '.join(archive.namelist()[:3])}"
+    except zipfile.BadZipFile:
+        with path.open("rb") as file:
+            return f"{path.stat().st_size} bytes that begin with {file.read(16)!r}"
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def require_schema(document: Any, *, verb: str, source: str) -> dict[str, Any]:

@@ -117,7 +117,12 @@ SCHEMAS: dict[str, dict] = {
         fits=BOOLEAN,
         reason=STRING,
         mem_fraction_static=NUMBER,
-        pool=record(tokens=COUNT, wanted_tokens=COUNT, page_size=COUNT),
+        pool=record(
+            tokens=COUNT,
+            wanted_tokens=COUNT,
+            page_size=COUNT,
+            by_accounting=mapping(COUNT),
+        ),
         bytes_per_token_per_rank=record(
             target=COUNT, drafter=COUNT, used_for_the_pool=COUNT
         ),

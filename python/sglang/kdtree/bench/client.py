@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import requests
 
+from sglang.kdtree.arguments import count
 from sglang.kdtree.errors import KitError, require_at_least
 
 APIS = ("sglang", "completions", "chat")
@@ -48,6 +49,16 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: str | None = None
     page_size: int | None = None
     raw: dict[str, Any] = {}
+
+    def room(self, output_tokens: int) -> int | None:
+        """The longest prompt that leaves so many tokens to answer with, in the context and in the
+        KV pool with the reserve of two trees; None if the server says neither.
+        """
+        pool = self.raw.get("max_total_num_tokens")
+        reserve = 2 * (self.num_draft_tokens or 0) + (self.page_size or 1)
+        limits = [self.max_model_len, pool - reserve if pool else None]
+        known = [limit for limit in limits if limit]
+        return min(known) - output_tokens if known else None
 
     def public(self) -> dict[str, Any]:
         fields = msgspec.structs.asdict(self)
@@ -387,28 +398,21 @@ def _absorb_openai(reply: Reply, message: dict, *, at: float) -> None:
         reply.cached_tokens = details.get("cached_tokens", reply.cached_tokens)
 
 
-def add_server_arguments(parser) -> None:
+def add_server_arguments(parser, *, output_tokens: int = 128) -> None:
     add = parser.add_argument
-    add(
-        "--url",
-        default="http://127.0.0.1:30000",
-        help="the server (default: %(default)s)",
-    )
+    add("--url", default="http://127.0.0.1:30000", help="the server")
     add(
         "--api",
         choices=APIS,
         default="sglang",
-        help="sglang = /generate, or an OpenAI-compatible API; chat applies the model's chat template (default: %(default)s)",
+        help="sglang = /generate, or an OpenAI-compatible API; chat applies the model's chat template",
     )
     add("--model", help="served model name (default: the first that the server lists)")
     add("--api-key", help="default: the environment variable SGLANG_API_KEY")
-    add(
-        "--timeout",
-        type=float,
-        default=3600.0,
-        metavar="S",
-        help="seconds for one request (default: %(default)s)",
-    )
+    seconds = "seconds for one request"
+    add("--timeout", type=float, default=3600.0, metavar="S", help=seconds)
+    decoded = "tokens to decode"
+    add("--output-tokens", type=count, default=output_tokens, metavar="N", help=decoded)
 
 
 def client_from(args, environ) -> Client:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang.kdtree.arguments import count, counts
 from sglang.kdtree.bench.client import (
     Client,
     ServerFacts,
@@ -21,7 +22,9 @@ from sglang.kdtree.bench.text import KINDS, Source, build_prompt, load_source, n
 from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError, require_at_least
 from sglang.kdtree.result import Result
 
-DEFAULT_CONTEXTS = "1k,4k,16k,32k,64k,128k,185k,200k"
+DEFAULT_CONTEXTS = (1_000, 4_000, 16_000, 32_000, 64_000, 128_000, 185_000, 200_000)
+# What the longest default prompt keeps free: the error of its length, and a chat template's own tokens.
+SPARE_SHARE, SPARE_TOKENS = 0.01, 64
 # A prompt whose first tokens were in a cache measures the cache, not the prefill. A few tokens
 # are shared by every prompt: the beginning of the sequence and of a chat template.
 TOLERATED_CACHED_TOKENS = 64
@@ -36,35 +39,17 @@ LEAST_CHARACTERS = 40
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_arguments(parser)
     add = parser.add_argument
-    add(
-        "--contexts",
-        default=DEFAULT_CONTEXTS,
-        help="prompt lengths in tokens, k = 1000 (default: %(default)s)",
-    )
+    add_contexts_argument(parser, DEFAULT_CONTEXTS)
     add(
         "--text",
         action="append",
         choices=KINDS,
         help="what to read; repeat for several (default: code and prose)",
     )
-    add(
-        "--output-tokens",
-        type=int,
-        default=128,
-        metavar="N",
-        help="tokens to decode (default: %(default)s)",
-    )
-    add(
-        "--repeats",
-        type=int,
-        default=3,
-        metavar="N",
-        help="different prompts of each length (default: %(default)s)",
-    )
-    add("--temperature", type=float, default=0.0, help="default: %(default)s")
-    add(
-        "--seed", type=int, default=0, help="chooses the prompts (default: %(default)s)"
-    )
+    prompts = "different prompts of each length"
+    add("--repeats", type=count, default=3, metavar="N", help=prompts)
+    add("--temperature", type=float, default=0.0)
+    add("--seed", type=int, default=0, help="chooses the prompts")
     add(
         "--nonce",
         default="",
@@ -79,37 +64,70 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def parse_contexts(text: str, *, argument: str = "--contexts") -> list[int]:
-    contexts = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)(k?)\s*", part)
-        tokens = round(float(match[1]) * (1000 if match[2] else 1)) if match else 0
-        if not tokens:
-            raise KitError(
-                what=argument,
-                expected="numbers of tokens such as 1k,16k,185000",
-                got=repr(part),
-                remedy="Separate them by commas; k stands for 1000.",
-            )
-        contexts.append(tokens)
-    return contexts
+def add_contexts_argument(parser, ladder: Sequence[int]) -> None:
+    default = ",".join(f"{rung // 1000}k" for rung in ladder)
+    parser.add_argument(
+        "--contexts",
+        type=counts,
+        metavar="LIST",
+        help=f"prompt lengths in tokens, k is 1000 (default: {default}, as far as the server holds them, and the longest that it holds)",
+    )
+
+
+def choose_contexts(
+    asked: Sequence[int] | None,
+    facts: ServerFacts,
+    *,
+    ladder: Sequence[int],
+    output_tokens: int,
+    argument: str = "--contexts",
+) -> tuple[list[int], list[int]]:
+    """-> (contexts that the server can hold, those that it cannot). Not asked for any: of the ladder, as far
+    as they fit, with the longest that fits up to the ladder's end.
+    """
+    room = facts.room(output_tokens)
+    if asked is None:
+        top = ladder[-1]
+        if room is not None:
+            usable = max(1, int((room - SPARE_TOKENS) * (1 - SPARE_SHARE)))
+            top = min(top, usable - usable % (1000 if usable > 10_000 else 10))
+        asked = [rung for rung in ladder if rung * 1.02 < top] + [top]
+    fits = [context for context in asked if room is None or context <= room]
+    if not fits:
+        raise KitError(
+            what=argument,
+            expected=f"at least one that leaves {output_tokens} tokens below what the server holds: {room} at most",
+            got=",".join(map(str, asked)),
+            remedy="Ask for shorter contexts or fewer --output-tokens.",
+        )
+    return fits, [context for context in asked if context not in fits]
 
 
 def run(args: argparse.Namespace, console: Any) -> Result:
     require_at_least("--output-tokens", args.output_tokens, 8)
-    require_at_least("--repeats", args.repeats, 1)
     require_at_least("--temperature", args.temperature, 0)
-    contexts = parse_contexts(args.contexts)
     args.nonce = args.nonce or secrets.token_hex(8)
     kinds = args.text or ["code", "prose"]
     client = client_from(args, os.environ)
     facts = client.facts()
-    rows, skipped = sweep(client, facts, contexts, kinds, args, console)
+    contexts, beyond = choose_contexts(
+        args.contexts,
+        facts,
+        ladder=DEFAULT_CONTEXTS,
+        output_tokens=args.output_tokens,
+    )
+    rows = sweep(client, contexts, kinds, args, console)
+    why = f"more than the {facts.room(args.output_tokens)} tokens that the server holds beside {args.output_tokens} of an answer"
+    skipped = [
+        {"text": kind, "context": context, "why": why}
+        for kind in kinds
+        for context in beyond
+    ]
     data = {
         "label": args.label,
         "server": facts.public(),
         "settings": {
-            "contexts": contexts,
+            "contexts": contexts + beyond,
             "texts": kinds,
             "output_tokens": args.output_tokens,
             "repeats": args.repeats,
@@ -133,9 +151,7 @@ def run(args: argparse.Namespace, console: Any) -> Result:
     return result
 
 
-def sweep(
-    client: Client, facts: ServerFacts, contexts, kinds, args, console
-) -> tuple[list[dict], list[dict]]:
+def sweep(client: Client, contexts, kinds, args, console) -> list[dict]:
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -144,7 +160,7 @@ def sweep(
         TimeElapsedColumn,
     )
 
-    rows, skipped = [], []
+    rows = []
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -158,28 +174,13 @@ def sweep(
                 client, load_source(kind), seed=args.seed, run=args.nonce
             )
             for context in contexts:
-                limit = facts.max_model_len
-                if limit and context + args.output_tokens > limit:
-                    skipped.append(
-                        {
-                            "text": kind,
-                            "context": context,
-                            "why": _over_limit(context, args.output_tokens, limit),
-                        }
-                    )
-                    progress.advance(task, args.repeats)
-                    continue
                 repeats = []
                 for repeat in range(args.repeats):
                     progress.update(task, description=f"{kind} {context:,} tokens")
                     repeats.append(_one(client, prompts, context, repeat, args))
                     progress.advance(task)
                 rows.append(summarise(kind, context, repeats))
-    return rows, skipped
-
-
-def _over_limit(context: int, output_tokens: int, limit: int) -> str:
-    return f"{context} + {output_tokens} tokens exceed the server's context length of {limit}"
+    return rows
 
 
 def _one(

@@ -9,10 +9,9 @@ the card has) is not used.
 
 from __future__ import annotations
 
-import re
-
 import msgspec
 
+from sglang.kdtree.arguments import count
 from sglang.kdtree.errors import KitError
 
 
@@ -42,15 +41,19 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_observation(text: str) -> Observation:
-    match = re.fullmatch(r"(0?\.\d+|1(?:\.0*)?):(\d+)", text)
-    if not match or not 0 < float(match[1]) <= 1 or int(match[2]) == 0:
+    fraction, _, tokens = text.partition(":")
+    try:
+        found = Observation(fraction=float(fraction), tokens=count(tokens))
+    except ValueError:
+        found = None
+    if not found or not 0 < found.fraction <= 1:
         raise KitError(
             what="--observed",
             expected="FRACTION:TOKENS, for example 0.85:101134",
             got=repr(text),
             remedy="Take both from one server log: --mem-fraction-static and max_total_num_tokens.",
         )
-    return Observation(fraction=float(match[1]), tokens=int(match[2]))
+    return found
 
 
 def calibrations(observations: list[Observation], *, known: Known) -> list[Calibration]:

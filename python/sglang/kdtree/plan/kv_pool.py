@@ -48,6 +48,11 @@ ACCOUNTING = {
     ),
 }
 
+CHARGED_BY = {
+    "own-geometry": "as this fork does: by its own KV, and loaded before the pool",
+    "layer-scaled": "as older releases: by its layers, and loaded after the pool",
+}
+
 
 def target_cell_bytes(shape: TargetShape, *, kv_dtype: str) -> int:
     """The latent row is whole on every rank: tensor parallelism does not divide it."""

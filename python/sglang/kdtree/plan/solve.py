@@ -296,16 +296,21 @@ def largest_fraction(static: Static) -> float:
     return max(0.0, math.floor((1 - static.late_bytes / static.free_bytes) * 100) / 100)
 
 
-def choose_fraction(wish: Wish, static: Static) -> float:
+def smallest_fraction(wish: Wish, static: Static) -> float:
+    """The smallest fraction, in steps of 0.01, whose pool holds the wish."""
     needed = kv_pool.fraction_for_tokens(
         tokens=wish.wanted_tokens,
         free_bytes=static.free_bytes,
         resident_bytes=static.resident_bytes,
         cell_bytes=static.cell_bytes,
     )
-    return min(
-        largest_fraction(static), max(PROVEN_FRACTION, math.ceil(needed * 100) / 100)
-    )
+    return math.ceil(needed * 100) / 100
+
+
+def choose_fraction(
+    wish: Wish, static: Static, *, near: float = PROVEN_FRACTION
+) -> float:
+    return min(largest_fraction(static), max(near, smallest_fraction(wish, static)))
 
 
 def solve(wish: Wish, *, fraction: float | None = None) -> tuple[Static, Outcome]:
@@ -323,6 +328,11 @@ def nearest_wishes(
 ) -> list[tuple[str, Wish, Outcome]]:
     """Single changes to the wish that make it fit, the smallest sacrifice first."""
     found = []
+    if fraction is not None:
+        other = choose_fraction(wish, static_memory(wish), near=fraction)
+        outcome = solve(wish, fraction=other)[1]
+        if outcome.fits:
+            found.append((f"--mem-fraction-static {other:g}", wish, outcome))
     for label, changed in _single_changes(wish, fraction=fraction):
         try:
             outcome = solve(changed, fraction=fraction)[1]

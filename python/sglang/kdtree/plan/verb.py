@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError
+from sglang.kdtree.arguments import count
+from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError, require_at_least
 from sglang.kdtree.model_shape import NAMED_QUANTISATION, load_drafter, load_target
 from sglang.kdtree.plan import buffers, calibrate, kv_pool, machine, weights
 from sglang.kdtree.plan.command import ENVIRONMENT, launch_flags, shell_command
@@ -18,6 +19,7 @@ from sglang.kdtree.plan.solve import (
     Outcome,
     Static,
     Wish,
+    evaluate,
     nearest_wishes,
     solve,
     static_memory,
@@ -30,87 +32,57 @@ POOL_ERROR = 0.03
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    path = {"type": Path, "metavar": "PATH"}
+    number = {"type": count, "metavar": "N"}
     add(
         "--model",
-        type=Path,
         required=True,
-        metavar="PATH",
         help="config.json of the target, or its folder",
+        **path,
     )
-    add(
-        "--draft",
-        type=Path,
-        metavar="PATH",
-        help="config.json of the DFlash drafter, or its folder",
-    )
-    add(
-        "--gpu",
-        default="rtx-pro-6000",
-        help=f"{', '.join(machine.KNOWN_GPUS)} or the memory of one GPU (default: %(default)s)",
-    )
-    add(
-        "--gpus",
-        type=int,
-        default=8,
-        help="number of GPUs = tensor-parallel size (default: %(default)s)",
-    )
-    add(
-        "--dp",
-        type=int,
-        default=1,
-        help="attention data-parallel size (default: %(default)s)",
-    )
+    add("--draft", help="config.json of the DFlash drafter, or its folder", **path)
+    gpu = f"{', '.join(machine.KNOWN_GPUS)} or the memory of one GPU"
+    add("--gpu", default="rtx-pro-6000", help=gpu)
+    add("--gpus", default=8, help="number of GPUs = tensor-parallel size", **number)
+    add("--dp", default=1, help="attention data-parallel size", **number)
     add(
         "--ep",
-        type=int,
         default=1,
-        help="expert-parallel size; whole experts on a rank instead of slices, the same bytes (default: %(default)s)",
+        help="expert-parallel size; whole experts on a rank instead of slices, the same bytes",
+        **number,
     )
     add(
         "--redundant-experts",
         type=int,
         default=0,
         metavar="N",
-        help="with --ep: N more experts a layer (default: %(default)s)",
+        help="with --ep: N more experts a layer",
     )
     add(
         "--context",
-        type=int,
         default=200_000,
-        help="tokens of one request, answer included (default: %(default)s)",
+        help="tokens of one request, answer included; 200k is 200000",
+        **number,
     )
     add(
         "--concurrency",
-        type=int,
         default=1,
-        help="requests of that length at the same time (default: %(default)s)",
+        help="requests of that length at the same time",
+        **number,
     )
     add(
         "--max-running-requests",
-        type=int,
-        metavar="N",
         help="default: the larger of 8 and --concurrency",
+        **number,
     )
-    add(
-        "--chunked-prefill-size",
-        type=int,
-        default=4096,
-        metavar="N",
-        help="default: %(default)s",
-    )
+    add("--chunked-prefill-size", default=4096, **number)
     add(
         "--tree-size",
-        type=int,
-        metavar="N",
         help="nodes verified in a step, root included (default: the drafter's block and one)",
+        **number,
     )
-    add("--page-size", type=int, default=1, help="default: %(default)s")
-    add(
-        "--kv-dtype",
-        choices=list(kv_pool.ELEMENT_BYTES),
-        default="bf16",
-        help="default: %(default)s",
-    )
+    add("--page-size", default=1, **number)
+    add("--kv-dtype", choices=list(kv_pool.ELEMENT_BYTES), default="bf16")
     add(
         "--weights",
         choices=list(NAMED_QUANTISATION),
@@ -120,7 +92,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--attention-backend",
         choices=["kdtree_sm120", "triton"],
         default="kdtree_sm120",
-        help="default: %(default)s",
     )
     add(
         "--mem-fraction-static",
@@ -132,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--accounting",
         choices=list(kv_pool.ACCOUNTING),
         default="own-geometry",
-        help="how the drafter is charged: own-geometry as in this fork, layer-scaled as in releases that size its KV by layer count and load it afterwards (default: %(default)s)",
+        help="how the drafter is charged: own-geometry as in this fork, layer-scaled as in releases that size its KV by layer count and load it afterwards",
     )
     add(
         "--reserved",
@@ -175,7 +146,8 @@ def run(args: argparse.Namespace, console: Any) -> Result:
             msgspec.to_builtins(c) | {"used": c is chosen} for c in calibrations
         ],
         "assumptions": assumptions(wish, static),
-        "warnings": unread + warnings(wish, static, outcome),
+        "warnings": unread
+        + warnings(wish, static, outcome, offered=[o for _, _, o in alternatives]),
         "alternatives": [
             {
                 "change": label,
@@ -192,26 +164,7 @@ def run(args: argparse.Namespace, console: Any) -> Result:
 
 
 def wish_from(args: argparse.Namespace) -> Wish:
-    for name in (
-        "gpus",
-        "dp",
-        "ep",
-        "context",
-        "concurrency",
-        "chunked_prefill_size",
-        "page_size",
-    ):
-        _require_positive(name, getattr(args, name))
-    for name in ("max_running_requests", "tree_size"):
-        if getattr(args, name) is not None:
-            _require_positive(name, getattr(args, name))
-    if args.redundant_experts < 0:
-        raise KitError(
-            what="--redundant-experts",
-            expected="0 or more",
-            got=str(args.redundant_experts),
-            remedy="Leave it out for none.",
-        )
+    require_at_least("--redundant-experts", args.redundant_experts, 0)
     if args.mem_fraction_static is not None and not 0 < args.mem_fraction_static < 1:
         raise KitError(
             what="--mem-fraction-static",
@@ -247,16 +200,6 @@ def wish_from(args: argparse.Namespace) -> Wish:
     )
 
 
-def _require_positive(name: str, value: int) -> None:
-    if value <= 0:
-        raise KitError(
-            what=f"--{name.replace('_', '-')}",
-            expected="a positive integer",
-            got=str(value),
-            remedy="Give at least 1.",
-        )
-
-
 def known_of(wish: Wish) -> calibrate.Known:
     static = static_memory(wish)
     return calibrate.Known(
@@ -276,6 +219,7 @@ def numbers(wish: Wish, static: Static, outcome: Outcome) -> dict[str, Any]:
             "tokens": outcome.pool_tokens,
             "wanted_tokens": wish.wanted_tokens,
             "page_size": wish.page_size,
+            "by_accounting": by_accounting(wish, fraction=outcome.fraction),
         },
         "bytes_per_token_per_rank": {
             "target": static.target_cell_bytes,
@@ -304,6 +248,19 @@ def numbers(wish: Wish, static: Static, outcome: Outcome) -> dict[str, Any]:
             "drafter": weights.checkpoint_bytes(static.drafter_parts),
         },
         "late_allocations": static.late,
+    }
+
+
+def by_accounting(wish: Wish, *, fraction: float) -> dict[str, int]:
+    """The pool's tokens by every way to charge the drafter; a calibration has its own."""
+    wishes = {
+        name: msgspec.structs.replace(wish, accounting=accounting)
+        for name, accounting in kv_pool.ACCOUNTING.items()
+    }
+    return {
+        name: evaluate(other, static_memory(other), fraction=fraction).pool_tokens
+        for name, other in wishes.items()
+        if wish.drafter and not wish.calibration
     }
 
 
@@ -347,7 +304,7 @@ def assumptions(wish: Wish, static: Static) -> list[dict[str, str]]:
         (
             f"drafter charged by {wish.accounting.name}",
             "assumed",
-            "its own KV geometry and weights before the pool is sized, or by layer count and after it (--accounting)",
+            f"{kv_pool.CHARGED_BY[wish.accounting.name]} (--accounting)",
         ),
         (
             f"{buffers.ACTIVATION_BYTES_PER_CHUNK_TOKEN / 1e6:.2f} MB of activations a token of a prefill chunk",
@@ -396,17 +353,21 @@ def reserve_reason(wish: Wish) -> str:
         return why
     return (
         f"{why}; fitted: it misses two pools of 8 x RTX PRO 6000 (Kimi K2.6 and its drafter, TP 8: "
-        "101,134 tokens at 0.85, 195,011 at 0.93) by 2.9 % each, 0.2 and 0.4 GB, in opposite directions"
+        "101,134 tokens at 0.85, 195,011 at 0.93) by 2.9 % each, 0.2 and 0.4 GB, in opposite directions, "
+        "with the drafter charged layer-scaled"
     )
 
 
-def warnings(wish: Wish, static: Static, outcome: Outcome) -> list[str]:
+def warnings(
+    wish: Wish, static: Static, outcome: Outcome, *, offered: list[Outcome]
+) -> list[str]:
     found = [
         "--context-length does not size the pool: memory does. It only limits a request and widens per-request tables."
     ]
-    if outcome.fraction >= OUT_OF_MEMORY_FRACTION:
+    highest = max(o.fraction for o in [outcome, *offered])
+    if highest >= OUT_OF_MEMORY_FRACTION:
         found.append(
-            f"{outcome.fraction:g} is at or above {OUT_OF_MEMORY_FRACTION}, which ran out of memory at a 32k prefill on "
+            f"{highest:g} is at or above {OUT_OF_MEMORY_FRACTION}, which ran out of memory at a 32k prefill on "
             "8 x RTX PRO 6000 (Kimi K2.6, its drafter loaded after the pool): test a full-length prefill before use."
         )
     if outcome.fits and outcome.margin_bytes < 0.005 * static.free_bytes:
@@ -489,6 +450,10 @@ def render(result: Result, console: Any) -> None:
             "KV pool",
             f"{pool['tokens']:,} tokens, {_gb(rank['kv_pool'])}; wanted {pool['wanted_tokens']:,}",
         ),
+        *[
+            (f"  {name}", f"{tokens:,} tokens: drafter {kv_pool.CHARGED_BY[name]}")
+            for name, tokens in pool["by_accounting"].items()
+        ],
         ("slack", _gb(rank["slack"])),
         *[(f"  {name}", _gb(size)) for name, size in data["late_allocations"].items()],
         ("unclaimed", _gb(rank["margin"])),

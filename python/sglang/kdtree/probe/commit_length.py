@@ -16,12 +16,16 @@ from typing import Any
 import msgspec
 
 from sglang.kdtree.bench.client import Client, Reply, add_server_arguments, client_from
-from sglang.kdtree.bench.longctx import PromptMaker, parse_contexts
+from sglang.kdtree.bench.longctx import (
+    PromptMaker,
+    add_contexts_argument,
+    choose_contexts,
+)
 from sglang.kdtree.bench.text import PHRASE, load_source, words
 from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError, require_at_least
 from sglang.kdtree.result import Result
 
-DEFAULT_CONTEXTS = "1k,16k,64k,128k"
+DEFAULT_CONTEXTS = (1_000, 16_000, 64_000, 128_000)
 # Thresholds of the verdict, chosen on a drafter in order: Kimi K2.6's on 8 x RTX PRO 6000 committed
 # 7.0 to 7.9 tokens a step on the phrase at every context, and 1.0 on novel prose.
 FOLLOWS_PHRASE = 0.8  # share of the answer that continues the phrase
@@ -61,30 +65,18 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_arguments(parser)
     add = parser.add_argument
-    add(
-        "--contexts",
-        default=DEFAULT_CONTEXTS,
-        help="prompt lengths in tokens, k = 1000 (default: %(default)s)",
-    )
+    add_contexts_argument(parser, DEFAULT_CONTEXTS)
     add(
         "--novel",
         choices=("prose", "code"),
         default="prose",
-        help="the text that is not predictable (default: %(default)s)",
-    )
-    add(
-        "--output-tokens",
-        type=int,
-        default=128,
-        metavar="N",
-        help="default: %(default)s",
+        help="the text that is not predictable",
     )
     add("--seed", type=int, default=0)
 
 
 def run(args: argparse.Namespace, console: Any) -> Result:
     require_at_least("--output-tokens", args.output_tokens, 16)
-    contexts = parse_contexts(args.contexts)
     client = client_from(args, os.environ)
     facts = client.facts()
     if facts.engine == "sglang" and not facts.speculative_algorithm:
@@ -94,19 +86,12 @@ def run(args: argparse.Namespace, console: Any) -> Result:
             got="none",
             remedy="Start it with --speculative-algorithm DDTREE and --speculative-draft-model-path DRAFT.",
         )
-    limit = facts.max_model_len
-    measured = [
-        context
-        for context in contexts
-        if not limit or context + args.output_tokens <= limit
-    ]
-    if not measured:
-        raise KitError(
-            what="--contexts",
-            expected=f"at least one that leaves {args.output_tokens} tokens below the server's {limit}",
-            got=args.contexts,
-            remedy="Ask for shorter contexts.",
-        )
+    measured, skipped = choose_contexts(
+        args.contexts,
+        facts,
+        ladder=DEFAULT_CONTEXTS,
+        output_tokens=args.output_tokens,
+    )
     points = [
         point
         for kind in ("phrase", args.novel)
@@ -115,9 +100,7 @@ def run(args: argparse.Namespace, console: Any) -> Result:
     verdict = judge(points)
     data = {
         "server": facts.public(),
-        "skipped_contexts": [
-            context for context in contexts if context not in measured
-        ],
+        "skipped_contexts": skipped,
         "points": [msgspec.to_builtins(point) for point in points],
         "verdict": msgspec.to_builtins(verdict),
     }

@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 
+from sglang.kdtree.arguments import count
 from sglang.kdtree.bench.client import Reply, add_server_arguments, client_from
-from sglang.kdtree.bench.longctx import PromptMaker, parse_contexts
+from sglang.kdtree.bench.longctx import PromptMaker, choose_contexts
 from sglang.kdtree.bench.measure import measure
 from sglang.kdtree.bench.text import KINDS, load_source
 from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError, require_at_least
@@ -26,8 +27,32 @@ from sglang.kdtree.probe.nvml import Nvml, Sample, open_nvml
 from sglang.kdtree.probe.regime import classify, effective_bandwidth_gb_s, means
 from sglang.kdtree.result import Result
 
+DEFAULT_CONTEXT = 64_000
 # GB/s from the data sheets.
 PEAK_GB_S = {"RTX PRO 6000": 1792.0, "RTX 5090": 1792.0, "H200": 4800.0, "H100": 3350.0}
+# What a sample holds beside its time and GPU, as the live table and the plot call it.
+COLUMNS = {
+    "sm_pct": "SM %",
+    "memory_pct": "mem %",
+    "power_w": "W",
+    "power_limit_w": "limit W",
+    "sm_clock_mhz": "SM MHz",
+    "memory_clock_mhz": "mem MHz",
+    "pcie_rx_mb_s": "PCIe rx",
+    "pcie_tx_mb_s": "PCIe tx",
+    "nvlink_rx_mb_s": "NVL rx",
+    "nvlink_tx_mb_s": "NVL tx",
+    "used_gb": "used GB",
+}
+PANELS = {
+    "%": ("sm_pct", "memory_pct"),
+    "W": ("power_w", "power_limit_w"),
+    "MHz": ("sm_clock_mhz", "memory_clock_mhz"),
+    "PCIe MB/s": ("pcie_rx_mb_s", "pcie_tx_mb_s"),
+    "NVLink MB/s": ("nvlink_rx_mb_s", "nvlink_tx_mb_s"),
+    "GB": ("used_gb",),
+}
+LINES = {"-": "solid", "--": "dashed"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,30 +60,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--context",
-        default="64k",
-        help="prompt length of the decode that the probe starts (default: %(default)s)",
-    )
-    add("--text", choices=KINDS, default="prose", help="default: %(default)s")
-    add(
-        "--output-tokens",
-        type=int,
-        default=128,
+        type=count,
         metavar="N",
-        help="default: %(default)s",
+        help="prompt length of the decode that the probe starts (default: 64k, or the longest that the server holds)",
     )
+    add("--text", choices=KINDS, default="prose")
     add(
         "--watch",
         type=float,
         metavar="S",
         help="only watch for S seconds what runs anyway; starts no request",
     )
-    add(
-        "--interval",
-        type=float,
-        default=0.1,
-        metavar="S",
-        help="seconds between samples (default: %(default)s)",
-    )
+    interval = "seconds between samples"
+    add("--interval", type=float, default=0.1, metavar="S", help=interval)
     add("--gpus", metavar="LIST", help="GPU numbers, comma-separated (default: all)")
     add(
         "--model-config",
@@ -66,12 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="config.json of the target: adds the effective KV bandwidth",
     )
-    add(
-        "--kv-dtype",
-        choices=list(ELEMENT_BYTES),
-        default="bf16",
-        help="default: %(default)s",
-    )
+    add("--kv-dtype", choices=list(ELEMENT_BYTES), default="bf16")
     add(
         "--peak-bandwidth",
         type=float,
@@ -97,7 +106,6 @@ def run(
     ):
         if value is not None:
             require_at_least(argument, value, 0.001)
-    context = parse_contexts(args.context, argument="--context")[0]
     target = (
         load_target(args.model_config, argument="--model-config")
         if args.model_config
@@ -111,7 +119,7 @@ def run(
         )
         phases, reply = {"watch": samples}, None
     else:
-        samples, reply = sample_request(nvml, gpus, context, args, console, clock)
+        samples, reply = sample_request(nvml, gpus, args, console, clock)
         phases = split_phases(samples, reply)
     main_phase = "watch" if args.watch else "decode"
     if not phases[main_phase]:
@@ -176,13 +184,17 @@ def watch(
     return samples
 
 
-def sample_request(
-    nvml, gpus, context, args, console, clock
-) -> tuple[list[Sample], Reply]:
+def sample_request(nvml, gpus, args, console, clock) -> tuple[list[Sample], Reply]:
     """Run one streamed request in a thread and sample until it ends."""
     client = client_from(args, os.environ)
     client.clock = clock
-    client.facts()
+    (context,), _ = choose_contexts(
+        args.context and [args.context],
+        client.facts(),
+        ladder=[DEFAULT_CONTEXT],
+        output_tokens=args.output_tokens,
+        argument="--context",
+    )
     prompts = PromptMaker(
         client, load_source(args.text), seed=0, run=os.urandom(8).hex()
     )
@@ -270,25 +282,28 @@ def write_csv(path: Path, samples: Sequence[Sample]) -> None:
 
 
 def plot(samples: Sequence[Sample], path: Path) -> None:
+    """Every column of the samples; a colour is a GPU."""
     pyplot = figure_module()
     figure, axes = pyplot.subplots(
-        3, 1, figsize=(9, 7), sharex=True, constrained_layout=True
+        len(PANELS), 1, figsize=(9, 11), sharex=True, constrained_layout=True
     )
     start = samples[0].at_s
-    for gpu in sorted({sample.gpu for sample in samples}):
+    for index, gpu in enumerate(sorted({sample.gpu for sample in samples})):
         own = [sample for sample in samples if sample.gpu == gpu]
-        for axis, key in zip(axes, ("sm_pct", "memory_pct", "power_w"), strict=True):
-            axis.plot(
-                [s.at_s - start for s in own],
-                [getattr(s, key) for s in own],
-                label=f"GPU {gpu}",
-            )
-    for axis, title in zip(
-        axes, ("SM busy, %", "memory controller busy, %", "power, W"), strict=True
-    ):
-        axis.set_ylabel(title)
+        at = [s.at_s - start for s in own]
+        for axis, keys in zip(axes, PANELS.values(), strict=True):
+            for key, style in zip(keys, LINES):
+                # A counter that the card lacks leaves a gap.
+                values = [getattr(s, key) for s in own]
+                values = [float("nan") if v is None else v for v in values]
+                axis.plot(at, values, style, color=f"C{index}", label=f"GPU {gpu}")
+    for axis, (unit, keys) in zip(axes, PANELS.items(), strict=True):
+        lines = [f"{COLUMNS[k]} {word}" for k, word in zip(keys, LINES.values())]
+        axis.set_title(", ".join(lines), loc="left", fontsize=9)
+        axis.set_ylabel(unit)
         axis.grid(alpha=0.3)
-    axes[0].legend()
+    handles = axes[-1].get_lines()
+    figure.legend(handles=handles, loc="outside upper center", ncols=8, fontsize=8)
     axes[-1].set_xlabel("seconds")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
@@ -298,17 +313,13 @@ def plot(samples: Sequence[Sample], path: Path) -> None:
 def live_table(samples: Sequence[Sample]) -> Any:
     from rich.table import Table
 
-    table = Table("GPU", "SM %", "memory %", "W", "SM MHz", "PCIe rx MB/s", "used GB")
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for title in ("GPU", *COLUMNS.values()):
+        table.add_column(title, justify="right")
     for s in samples:
-        rx = "-" if s.pcie_rx_mb_s is None else f"{s.pcie_rx_mb_s:,.0f}"
+        values = [getattr(s, key) for key in COLUMNS]
         table.add_row(
-            str(s.gpu),
-            str(s.sm_pct),
-            str(s.memory_pct),
-            f"{s.power_w:.0f}",
-            str(s.sm_clock_mhz),
-            rx,
-            f"{s.used_gb:.1f}",
+            str(s.gpu), *["-" if value is None else f"{value:,.0f}" for value in values]
         )
     return table
 
@@ -331,8 +342,9 @@ def render(result: Result, console: Any) -> None:
         "SM/memory MHz",
         "PCIe rx/tx MB/s",
         "NVLink rx/tx MB/s",
+        "used GB",
         "regime",
-        title="Means over all GPUs; NVLink: the sum",
+        title="Means over all GPUs",
     )
     for phase, row in data["phases"].items():
         m = row["means"]
@@ -346,6 +358,7 @@ def render(result: Result, console: Any) -> None:
             pair(m, "sm_clock_mhz", "memory_clock_mhz"),
             pair(m, "pcie_rx_mb_s", "pcie_tx_mb_s"),
             pair(m, "nvlink_rx_mb_s", "nvlink_tx_mb_s"),
+            pair(m, "used_gb"),
             row["regime"]["name"],
         )
     console.print(table)

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from sglang.kdtree.arguments import count
 from sglang.kdtree.bench.client import Client, add_server_arguments, client_from
-from sglang.kdtree.bench.longctx import PromptMaker
+from sglang.kdtree.bench.longctx import PromptMaker, choose_contexts
 from sglang.kdtree.bench.text import load_source
 from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError, require_at_least
 from sglang.kdtree.model_shape import load_target
@@ -23,11 +24,13 @@ from sglang.kdtree.result import Result
 
 # A rank that waits this long is worth a change of placement; arbitrary.
 LOST_SHARE_FINDING = 0.25
+DEFAULT_CONTEXT = 1_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_server_arguments(parser)
+    add_server_arguments(parser, output_tokens=64)
     add = parser.add_argument
+    number = {"type": count, "metavar": "N"}
     add(
         "--trace",
         type=Path,
@@ -42,53 +45,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--context",
-        type=int,
-        default=1000,
-        help="prompt length when recording (default: %(default)s)",
+        help=f"prompt length when recording (default: {DEFAULT_CONTEXT}, or the longest that the server holds)",
+        **number,
     )
-    add(
-        "--output-tokens",
-        type=int,
-        default=64,
-        metavar="N",
-        help="decode steps to record (default: %(default)s)",
-    )
-    add(
-        "--ranks",
-        type=int,
-        default=8,
-        help="expert-parallel ranks (default: %(default)s)",
-    )
+    add("--ranks", default=8, help="expert-parallel ranks", **number)
     add(
         "--copies",
-        type=int,
-        metavar="N",
         help="ranks that recorded the same tokens: tensor-parallel size over attention data-parallel size "
         "(default: asked of the server with --record-dir, else 1)",
+        **number,
     )
     add(
         "--experts",
-        type=int,
-        metavar="N",
         help="experts a layer, if the trace does not show them all",
+        **number,
     )
-    add(
-        "--redundant",
-        default="16,32",
-        metavar="LIST",
-        help="redundant experts a layer to try (default: %(default)s)",
-    )
-    add(
-        "--batches",
-        default="2,4,8",
-        metavar="LIST",
-        help="larger batches to try, as multiples (default: %(default)s)",
-    )
+    redundant = "redundant experts a layer to try"
+    add("--redundant", default="16,32", metavar="LIST", help=redundant)
+    batches = "larger batches to try, as multiples"
+    add("--batches", default="2,4,8", metavar="LIST", help=batches)
     add(
         "--algorithm",
         default="deepseek",
         choices=("deepseek", "deepseek_vec"),
-        help="SGLang's load balancer to call (default: %(default)s)",
+        help="SGLang's load balancer to call",
     )
     add(
         "--model-config",
@@ -101,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=1792.0,
         metavar="GB/S",
-        help="at which weights are read (default: %(default)s)",
+        help="at which weights are read",
     )
     add(
         "--plot",
@@ -119,10 +99,6 @@ def run(args: argparse.Namespace, console: Any) -> Result:
             got="both" if args.trace else "neither",
             remedy="Give recordings, or a running server and the folder it records to.",
         )
-    for argument in ("context", "output_tokens", "ranks", "copies", "experts"):
-        value = getattr(args, argument)
-        if value is not None:
-            require_at_least(f"--{argument.replace('_', '-')}", value, 1)
     require_at_least("--bandwidth", args.bandwidth, 0.001)
     redundant = numbers(args.redundant, "--redundant", least=0)
     batches = numbers(args.batches, "--batches", least=1)
@@ -241,6 +217,13 @@ RECORDER = (
 def record(client: Client, folder: Path, args, console) -> list[Path]:
     """Record one request's decode, without its prefill; returns the new files, one or one a rank."""
     facts = client.facts()
+    (context,), _ = choose_contexts(
+        args.context and [args.context],
+        facts,
+        ladder=[DEFAULT_CONTEXT],
+        output_tokens=args.output_tokens,
+        argument="--context",
+    )
     mode = facts.raw.get("expert_distribution_recorder_mode")
     if not mode:  # such a server ends when it is asked to record
         raise KitError(
@@ -252,7 +235,7 @@ def record(client: Client, folder: Path, args, console) -> list[Path]:
     before = set(folder.glob("*.pt"))
     prompt = PromptMaker(
         client, load_source("prose"), seed=0, run=os.urandom(8).hex()
-    ).make(args.context, repeat=0)
+    ).make(context, repeat=0)
     with console.status("recording the expert distribution"):
         client.stream(
             prompt,

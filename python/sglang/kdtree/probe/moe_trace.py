@@ -9,7 +9,6 @@ Understood:
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 
 from sglang.kdtree.errors import KitError
 from sglang.kdtree.optional import require
+from sglang.kdtree.result import looks_of
 
 MAX_EXPERTS = 1 << 16  # of a layer; more is a damaged file
 
@@ -76,17 +76,17 @@ def load_counts(files: list[Path], *, experts: int | None) -> Counts:
     try:
         return _from_recorder(recordings, source=source)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        # Not tensors, other shapes, or recordings of two modes.
-        got = f"{type(error).__name__}: {error}"
+        keys = "; ".join(", ".join(map(str, document)) for _, document in recordings)
+        got = f"no tensors, other shapes or two modes: {keys}"
         raise _unreadable(files[0], got) from error
 
 
 def _unreadable(path: Path, got: str) -> KitError:
     return KitError(
-        what=f"trace {path}",
+        what=f"--trace {path}",
         expected="files of SGLang's expert-distribution recorder (.pt), or an .npz with topk_ids [steps, layers, tokens, k]",
         got=got,
-        remedy="Record with --expert-distribution-recorder-mode per_token, or see sglang.kdtree.probe.moe_trace.",
+        remedy="Record with --record-dir, which writes such files; sglang/kdtree/probe/moe_trace.py describes both.",
     )
 
 
@@ -94,8 +94,8 @@ def _from_npz(path: Path, *, experts: int | None) -> Counts:
     try:
         with np.load(path) as archive:
             ids = archive["topk_ids"]
-    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise _unreadable(path, str(error)) from error
+    except Exception as error:  # numpy raises whatever its reader meets
+        raise _unreadable(path, looks_of(path)) from error
     if ids.ndim != 4 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
         raise _unreadable(path, f"topk_ids of shape {ids.shape} and type {ids.dtype}")
     experts = experts or int(ids.max()) + 1
@@ -126,9 +126,7 @@ def _load_pt(path: Path) -> dict[str, Any]:
     try:
         document = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # torch raises whatever its unpickler meets
-        raise _unreadable(
-            path, f"{type(error).__name__}: {str(error)[:200]}"
-        ) from error
+        raise _unreadable(path, looks_of(path)) from error
     if not isinstance(document, dict) or not {"records", "logical_count"} & set(
         document
     ):

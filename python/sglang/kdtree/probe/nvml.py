@@ -26,14 +26,16 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     memory_clock_mhz: int
     pcie_rx_mb_s: float | None
     pcie_tx_mb_s: float | None
-    nvlink_rx_kib: int | None  # counters since boot
-    nvlink_tx_kib: int | None
+    nvlink_rx_mb_s: float | None  # since the sample before
+    nvlink_tx_mb_s: float | None
     used_gb: float
 
 
 class Nvml:
     def __init__(self, module: Any):
         self.module = module
+        # (GPU, field) -> seconds and KiB since boot of the sample before
+        self.counted: dict[tuple[int, int], tuple[float, int]] = {}
         try:
             module.nvmlInit()
             count = module.nvmlDeviceGetCount()
@@ -68,8 +70,8 @@ class Nvml:
             ),
             pcie_rx_mb_s=self._pcie(handle, module.NVML_PCIE_UTIL_RX_BYTES),
             pcie_tx_mb_s=self._pcie(handle, module.NVML_PCIE_UTIL_TX_BYTES),
-            nvlink_rx_kib=self._field(handle, NVLINK_RX_FIELD),
-            nvlink_tx_kib=self._field(handle, NVLINK_TX_FIELD),
+            nvlink_rx_mb_s=self._nvlink(at_s, gpu, NVLINK_RX_FIELD),
+            nvlink_tx_mb_s=self._nvlink(at_s, gpu, NVLINK_TX_FIELD),
             used_gb=module.nvmlDeviceGetMemoryInfo(handle).used / 1e9,
         )
 
@@ -79,6 +81,16 @@ class Nvml:
             return self.module.nvmlDeviceGetPcieThroughput(handle, counter) / 1000
         except self.module.NVMLError:
             return None
+
+    def _nvlink(self, at_s: float, gpu: int, field: int) -> float | None:
+        kib = self._field(self.handles[gpu], field)
+        before = self.counted.get((gpu, field))
+        if kib is None:
+            return None
+        self.counted[gpu, field] = at_s, kib
+        if before is None or before[0] >= at_s:
+            return None
+        return (kib - before[1]) * 1.024e-3 / (at_s - before[0])
 
     def _field(self, handle: Any, field: int) -> int | None:
         try:

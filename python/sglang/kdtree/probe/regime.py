@@ -32,6 +32,7 @@ class Means(msgspec.Struct, frozen=True, kw_only=True):
     pcie_tx_mb_s: float | None
     nvlink_rx_mb_s: float | None
     nvlink_tx_mb_s: float | None
+    used_gb: float
 
 
 class Regime(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,34 +50,8 @@ def means(samples: Sequence[Sample]) -> Means:
         ]
         return sum(values) / len(values) if values else None
 
-    return Means(
-        samples=len(samples),
-        sm_pct=mean("sm_pct"),
-        memory_pct=mean("memory_pct"),
-        power_w=mean("power_w"),
-        power_limit_w=mean("power_limit_w"),
-        sm_clock_mhz=mean("sm_clock_mhz"),
-        memory_clock_mhz=mean("memory_clock_mhz"),
-        pcie_rx_mb_s=mean("pcie_rx_mb_s"),
-        pcie_tx_mb_s=mean("pcie_tx_mb_s"),
-        nvlink_rx_mb_s=_counter_rate(samples, "nvlink_rx_kib"),
-        nvlink_tx_mb_s=_counter_rate(samples, "nvlink_tx_kib"),
-    )
-
-
-def _counter_rate(samples: Sequence[Sample], key: str) -> float | None:
-    """MB/s summed over GPUs, from the first and the last reading of each GPU."""
-    total, seen = 0.0, False
-    for gpu in {sample.gpu for sample in samples}:
-        own = [s for s in samples if s.gpu == gpu and getattr(s, key) is not None]
-        if len(own) >= 2 and own[-1].at_s > own[0].at_s:
-            seen = True
-            total += (
-                (getattr(own[-1], key) - getattr(own[0], key))
-                * 1.024e-3
-                / (own[-1].at_s - own[0].at_s)
-            )
-    return total if seen else None
+    figures = {name: mean(name) for name in Means.__struct_fields__[1:]}
+    return Means(samples=len(samples), **figures)
 
 
 def classify(m: Means) -> Regime:

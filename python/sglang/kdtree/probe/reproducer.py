@@ -26,6 +26,7 @@ import msgspec
 
 from sglang.kdtree.errors import KitError
 from sglang.kdtree.optional import require
+from sglang.kdtree.result import looks_of
 
 FORMAT = "kdtree-reproducer-1"
 FILE_PATTERN = "kdtree-mismatch-*.safetensors"
@@ -58,7 +59,7 @@ def load_reproducer(path: Path) -> Reproducer:
             meta = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (OSError, safetensors.SafetensorError) as error:
-        raise unusable(path, "a complete safetensors file", str(error)) from error
+        raise unusable(path, "a complete safetensors file", looks_of(path)) from error
     if meta.get("format") != FORMAT:
         raise unusable(path, f"metadata format = {FORMAT}", repr(meta.get("format")))
     missing = [name for name in (*TENSORS,) if name not in tensors] + [
@@ -85,7 +86,7 @@ def load_reproducer(path: Path) -> Reproducer:
 
 def unusable(path: Path, expected: str, got: str) -> KitError:
     return KitError(
-        what=f"reproducer {path}",
+        what=f"--dump {path}",
         expected=expected,
         got=got,
         remedy="Dump it again in validate mode; the format is described in sglang/kdtree/probe/reproducer.py.",

@@ -11,13 +11,18 @@ from typing import Any
 
 import msgspec
 
+from sglang.kdtree.arguments import count
 from sglang.kdtree.bench.client import (
     Client,
     ServerFacts,
     add_server_arguments,
     client_from,
 )
-from sglang.kdtree.bench.longctx import PromptMaker, parse_contexts
+from sglang.kdtree.bench.longctx import (
+    PromptMaker,
+    add_contexts_argument,
+    choose_contexts,
+)
 from sglang.kdtree.bench.text import KINDS, load_source
 from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError, require_at_least
 from sglang.kdtree.optional import require
@@ -29,6 +34,7 @@ from sglang.kdtree.probe.reproducer import (
 )
 from sglang.kdtree.result import Result
 
+DEFAULT_CONTEXTS = (1_000, 4_000, 16_000)  # sent to a server in validate mode
 METRIC_ROWS = "sglang:kdtree_validate_rows_total"
 METRIC_OVER_ULP = "sglang:kdtree_validate_rows_over_ulp_total"
 METRIC_MISMATCHES = "sglang:kdtree_validate_mismatches_total"
@@ -63,7 +69,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_server_arguments(parser)
+    add_server_arguments(parser, output_tokens=64)
     add = parser.add_argument
     add(
         "--dump",
@@ -75,34 +81,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limit",
         type=float,
         default=0.01,
-        help="relative error by norm that counts as wrong (default: %(default)s; bf16 rounding gives 0.002)",
+        help="relative error by norm that counts as wrong; bf16 rounding gives 0.002",
     )
-    add(
-        "--contexts",
-        default="1k,4k,16k",
-        help="prompts to send to a server in validate mode (default: %(default)s)",
-    )
+    add_contexts_argument(parser, DEFAULT_CONTEXTS)
     add(
         "--steps",
-        type=int,
+        type=count,
         default=600,
         metavar="N",
-        help="verify steps to run; the server brings its counters up to date every 256 (default: %(default)s)",
-    )
-    add(
-        "--output-tokens",
-        type=int,
-        default=64,
-        metavar="N",
-        help="default: %(default)s",
+        help="verify steps to run; the server brings its counters up to date every 256",
     )
 
 
 def run(args: argparse.Namespace, console: Any) -> Result:
     require_at_least("--limit", args.limit, 0)
-    require_at_least("--steps", args.steps, 1)
     require_at_least("--output-tokens", args.output_tokens, 8)
-    parse_contexts(args.contexts)
     return offline(args.dump, args.limit) if args.dump else online(args, console)
 
 
@@ -204,19 +197,13 @@ def online(args: argparse.Namespace, console: Any) -> Result:
 
 def generate(client: Client, facts: ServerFacts, args, console: Any) -> int:
     """Send prompts of every length and kind, round after round, until enough verify steps ran."""
-    limit, steps = facts.max_model_len, 0
-    contexts = [
-        context
-        for context in parse_contexts(args.contexts)
-        if not limit or context + args.output_tokens <= limit
-    ]
-    if not contexts:
-        raise KitError(
-            what="--contexts",
-            expected=f"at least one that leaves {args.output_tokens} tokens below the server's {limit}",
-            got=args.contexts,
-            remedy="Ask for shorter contexts.",
-        )
+    contexts, _ = choose_contexts(
+        args.contexts,
+        facts,
+        ladder=DEFAULT_CONTEXTS,
+        output_tokens=args.output_tokens,
+    )
+    steps = 0
     while steps < args.steps:
         for context in contexts:
             for kind in KINDS:
