@@ -56,15 +56,24 @@ class Checkout:
         path.chmod(0o755)
         return path
 
-    def start(self, *words: str, **variables: str) -> subprocess.Popen:
+    def nvidia_smi(self, code: int) -> None:
+        """What lists the GPUs; its exit code says whether there is one."""
+        path = self.bin / "nvidia-smi"
+        path.write_text(f'#!/bin/sh\n[ "$1" = -L ] && exit {code}\nexit 77\n')
+        path.chmod(0o755)
+
+    def start(self, *words: str, sets: tuple[str, ...] = ("SET=cpu",), **variables: str) -> subprocess.Popen:
         """make, in a session of its own. `words`: targets and NAME=value; `variables`: of its environment."""
+        return self.start_program([self.bin / "make", *sets, *words], variables)
+
+    def start_program(self, command: list[str | Path], variables: dict[str, str]) -> subprocess.Popen:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
         for name in ("CXX", "PYTHON", "SET", "PIP_TARGET"):
             kept.pop(name, None)
         own = {"PATH": str(self.bin), "FAKE_CALLS": str(self.calls), "PYTHONDONTWRITEBYTECODE": "1"}
         self.calls.write_text("")
         return subprocess.Popen(
-            [self.bin / "make", "SET=cpu", *words],
+            command,
             cwd=self.root,
             env=kept | own | variables,
             stdout=subprocess.PIPE,
@@ -73,8 +82,8 @@ class Checkout:
             start_new_session=True,
         )
 
-    def make(self, *words: str, **variables: str) -> tuple[int, str]:
-        process = self.start(*words, **variables)
+    def make(self, *words: str, sets: tuple[str, ...] = ("SET=cpu",), **variables: str) -> tuple[int, str]:
+        process = self.start(*words, sets=sets, **variables)
         said = process.communicate(timeout=600)[0]
         return process.returncode, said
 
@@ -172,6 +181,28 @@ def test_a_gpu_gets_the_full_set_without_the_cpu_versions(checkout):
     install = next(call for call in checkout.recorded() if "install" in call["call"])
     assert checkout.done()[0].startswith("install sgl-kernel-sm120 python[cuda,kit] --no-compile")
     assert install["environment"]["SGL_KERNEL_SM120_CUDA"] == "1"
+
+
+@pytest.mark.parametrize(
+    "code, chosen, cuda", [(None, "cpu", "0"), (9, "cpu", "0"), (0, "cuda", "1")], ids=["no tool", "no GPU", "a GPU"]
+)
+def test_the_machine_chooses_the_set_and_the_device(checkout, code, chosen, cuda):
+    """Nothing is named: with a GPU, `make serve` installs the GPU set and serves on it. A driver that does not answer
+    is no GPU. Without make, environment.py chooses in the same way."""
+    if code is not None:
+        checkout.nvidia_smi(code)
+    said = checkout.make("serve", "PORT=31998", "MODEL=org/model", sets=())[1]
+    assert f"installing the fork ({chosen} set)" in said
+    (install,) = (call for call in checkout.recorded() if "install" in call["call"])
+    assert f"{checkout.root}/python[{chosen},kit]" in install["call"]
+    assert ("-c" in install["call"]) == (chosen == "cpu")
+    assert install["environment"]["SGL_KERNEL_SM120_CUDA"] == cuda
+    server, *flags = checkout.recorded()[-1]["call"]
+    assert server == "sglang.launch_server" and ("--device" in flags) == (chosen == "cpu")
+
+    process = checkout.start_program([checkout.bin / "python3.11", "scripts/environment.py"], {})
+    said = process.communicate(timeout=600)[0]
+    assert (process.returncode, said, checkout.done()) == (0, "", [])  # the same set: nothing is left to do
 
 
 # Which Python
