@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the image's commands without an engine: docker/check.py [--python python3.12] [--full] [--keep FOLDER].
+"""Run the image's commands without an engine: docker/check.py [--full | --system] [--python P] [--keep FOLDER].
 
 Every command of every RUN is run by the Dockerfile's shell, on a copy of what COPY would take and with /opt/kdtree
-moved to a scratch folder. What needs root or Ubuntu is left out, and said; apt's package names are looked up where it
-exists. The big installation is resolved, not installed, unless --full is given; then the entry script's doctor runs
-as well.
+moved to a scratch folder. Those that change the system (apt-get, useradd) run as root in a layer over this machine's
+root, one for each stage, of which the machine itself sees nothing; then the last stage's USER enters its WORKDIR and
+starts the entry script. That takes root, overlayfs and apt; without them such commands are left out, and said, and
+apt's package names are looked up where it exists. --root names a bare system to lay the layers over, on which apt
+installs what this machine has already: debootstrap --variant=minbase SUITE FOLDER makes one. --system runs nothing but
+these. The big installation is resolved, not installed, unless --full is given; then the entry script's doctor runs too.
 
 What the commands say is shown in short, and in full in FOLDER/check.log. With --keep, a run that was stopped is
 continued by the same command: an installation that ended well is not done again, and compiled kernels are kept.
@@ -14,11 +17,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import hashlib
 import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -34,7 +39,9 @@ import preflight
 ROOT = Path(__file__).resolve().parent.parent
 PREFIX = "/opt/kdtree"
 SOURCES = ("python", "sgl-kernel-sm120")
-LEFT_OUT = ("apt-get update", "rm -rf /var/lib/apt/lists/*", "useradd ")
+SYSTEM = ("apt-get ", "rm -rf /var/lib/apt/", "useradd ")
+AS_USER = "as USER: "
+below = Path("/")  # the root that stages are layers over
 APT_INSTALL = "apt-get install -y --no-install-recommends "
 # Bytes that the check needs, by --full. An index that does not give a package's requirements apart makes pip fetch the
 # package to resolve it, and pip keeps all that it fetched until the end.
@@ -44,21 +51,29 @@ ROOM = {False: 6e9, True: 20e9}
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default="python3.12", help="Ubuntu 24.04 has 3.12 (default: %(default)s)")
-    parser.add_argument("--full", action="store_true", help="install it all (11 GB) and build the kernels")
+    extent = parser.add_mutually_exclusive_group()
+    extent.add_argument("--full", action="store_true", help="install it all (11 GB) and build the kernels")
+    extent.add_argument("--system", action="store_true", help="only what changes the system; needs root and overlayfs")
+    parser.add_argument("--root", type=Path, metavar="FOLDER", help="a bare system to lay layers over, not this one")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="work here, and leave it there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what ran, and for how long")
     args = parser.parse_args()
     python = shutil.which(args.python) or sys.exit(f"check: no {args.python} here: install it, or name one: --python")
+    global below
+    below = args.root.resolve() if args.root else below
+    if (args.system or args.root) and not layers():
+        sys.exit("check: --system and --root need root and overlayfs: run it as root on a machine, not in a container")
     scratch = (args.keep or Path(tempfile.mkdtemp(prefix="kdtree-image-"))).resolve()
     try:
         prepare(python, scratch, full=args.full)
-        ran, todo = run_all(scratch, full=args.full)
+        ran, todo = run_all(scratch, full=args.full, system=args.system)
         size = size_of(scratch / "kdtree")
     finally:
         shutil.rmtree(scratch / "tmp" if args.keep else scratch, ignore_errors=True)
     failed = sum(bool(result["exit"]) for result in ran)
     if args.json:
-        args.json.write_text(record(python, ran, size, full=args.full), encoding="utf-8")
+        extent = " --full" * args.full + " --system" * args.system + " --root FOLDER" * bool(args.root)
+        args.json.write_text(record(python, ran, size, extent=extent), encoding="utf-8")
     print(f"check: {failed} of {len(ran)} commands failed" + (f", {todo - len(ran)} not run" if failed else ""))
     return 1 if failed else 0
 
@@ -73,7 +88,7 @@ def prepare(python: str, scratch: Path, *, full: bool) -> None:
             f"{preflight.gigabytes(ROOM[full])}: make room, or name a folder on another disk: --keep FOLDER"
         )
     copy_sources(scratch / "src.new")
-    identity, made_of = f"{python} {full} {digest(scratch / 'src.new')}", scratch / "made_of"
+    identity, made_of = f"{python} {full} {below} {digest(scratch / 'src.new')}", scratch / "made_of"
     if made_of.exists() and made_of.read_text() == identity:
         shutil.rmtree(scratch / "src.new")
         if (scratch / "running").exists():  # half an installation is none
@@ -84,7 +99,8 @@ def prepare(python: str, scratch: Path, *, full: bool) -> None:
         (scratch / "src.new").rename(scratch / "src")
         made_of.write_text(identity)
     if not (scratch / "done").exists():
-        shutil.rmtree(scratch / "kdtree", ignore_errors=True)
+        for name in ("kdtree", *(f"stage{stage}" for stage in range(stage_of(len(steps())) + 1))):
+            shutil.rmtree(scratch / name, ignore_errors=True)
     for name in ("bin", "done", "tmp"):
         (scratch / name).mkdir(exist_ok=True)
     python3 = scratch / "bin" / "python3"
@@ -92,13 +108,19 @@ def prepare(python: str, scratch: Path, *, full: bool) -> None:
     python3.symlink_to(python)
 
 
-def run_all(scratch: Path, *, full: bool) -> tuple[list[dict], int]:
+def run_all(scratch: Path, *, full: bool, system: bool = False) -> tuple[list[dict], int]:
     """-> (command, seconds and exit status of each that ran, now or before; how many there are).
 
     Stops at a failure, as the build of an image does.
     """
-    todo, ran = [*steps(), *([doctor(scratch)] if full else [])], []
-    for number, step in enumerate(todo):
+    todo, ran = list(enumerate(steps())), []
+    if layers():
+        todo.append((len(todo), AS_USER + user_step()))
+    if system:
+        todo = [(number, step) for number, step in todo if step.startswith((*SYSTEM, AS_USER))]
+    elif full:
+        todo.append((len(todo), doctor(scratch)))
+    for number, step in todo:
         done = scratch / "done" / str(number)
         if done.exists():
             ran.append(json.loads(done.read_text()))
@@ -106,11 +128,11 @@ def run_all(scratch: Path, *, full: bool) -> tuple[list[dict], int]:
             continue
         (scratch / "running").touch()
         started = time.monotonic()
-        ok = run(step, scratch, full=full)
+        ok = run(step, scratch, full=full, stage=stage_of(number))
         (scratch / "running").unlink()
         command = step.replace(str(scratch / "kdtree"), PREFIX).replace(f"{ROOT}/", "")
         result = {"command": command, "seconds": round(time.monotonic() - started), "exit": 0 if ok else 1}
-        if adapted(step, scratch, full=full) is None:
+        if adapted(step, scratch, full=full, stage=0) is None:
             result = {"command": command, "left_out": True, "exit": 0}
         ran.append(result)
         if not ok:
@@ -120,15 +142,15 @@ def run_all(scratch: Path, *, full: bool) -> tuple[list[dict], int]:
     return ran, len(todo)
 
 
-def record(python: str, ran: list[dict], size: int, *, full: bool) -> str:
+def record(python: str, ran: list[dict], size: int, *, extent: str) -> str:
     """What a committed file says of a run; nothing of the machine's names and places."""
     version = subprocess.run([python, "-V"], capture_output=True, text=True, check=True).stdout.split()[1]
     commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     head = {
-        "what": "docker/check.py" + " --full" * full,
+        "what": f"docker/check.py{extent}",
         "date": datetime.date.today().isoformat(),
         "commit": commit.stdout.strip(),
-        "machine": f"{len(os.sched_getaffinity(0))} {platform.machine()} cores, Python {version}",
+        "machine": f"{len(os.sched_getaffinity(0))} {platform.machine()} cores, {system_name()}, Python {version}",
         "environment_bytes": size,
     }
     lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
@@ -162,6 +184,65 @@ def steps() -> list[str]:
     return [re.sub(r"\s+", " ", part).strip() for rest in runs for part in rest.split("&&")]
 
 
+def stage_of(number: int) -> int:
+    """The FROM, counted from 0, that a command of steps() belongs to; behind the last one: the last."""
+    stage, seen = -1, 0
+    for verb, rest in instructions((ROOT / "docker" / "Dockerfile").read_text()):
+        stage += verb == "FROM"
+        seen += (rest.count("&&") + 1) * (verb == "RUN")
+        if seen > number:
+            break
+    return stage
+
+
+def user_step() -> str:
+    """The last stage's user can write where it starts, and run the entry script, which refuses an odd verb with 2."""
+    last = dict(instructions((ROOT / "docker" / "Dockerfile").read_text()))
+    return (
+        f"{last['USER']} cd {last['WORKDIR']} && touch written && {{ /usr/local/bin/entry.sh nothing || test $? = 2; }}"
+    )
+
+
+def system_name() -> str:
+    release = re.search(r'PRETTY_NAME="(.*)"', (below / "etc" / "os-release").read_text()) if layers() else None
+    return release[1] if release else platform.system()
+
+
+@functools.cache
+def layers() -> bool:
+    """Can this process lay a layer over the root and enter it?"""
+    if os.geteuid() or not shutil.which("unshare") or not (below / "usr" / "bin" / "apt-get").exists():
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        return subprocess.run(["bash", "-c", layered("true", Path(folder))], capture_output=True).returncode == 0
+
+
+def layered(step: str, layer: Path, *, user: str = "0") -> str:
+    """A command that runs the step in a layer over the root below; what it writes stays in layer/upper."""
+    for name in ("upper", "work", "root"):
+        (layer / name).mkdir(parents=True, exist_ok=True)
+    inside = (
+        f"mount -t overlay overlay -o lowerdir={below},upperdir={layer}/upper,workdir={layer}/work {layer}/root; "
+        f"for place in dev proc; do mount --rbind /$place {layer}/root/$place; done; "
+        # May be a mount of its own on this machine, which the layer does not see.
+        f"cp --remove-destination /etc/resolv.conf {layer}/root/etc/; "
+        f"exec chroot --userspec={user}:{user} {layer}/root /bin/bash -euo pipefail -c {shlex.quote(step)}"
+    )
+    return f"unset TMPDIR; unshare --mount --propagation private /bin/bash -euo pipefail -c {shlex.quote(inside)}"
+
+
+def as_user(step: str, layer: Path) -> str:
+    """With what COPY takes from docker/, which root owns."""
+    for verb, rest in instructions((ROOT / "docker" / "Dockerfile").read_text()):
+        source, _, target = rest.partition(" ")
+        if verb == "COPY" and source.startswith("docker/"):
+            copy = layer / "upper" / target.lstrip("/")
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / source, copy)
+    user, _, command = step.partition(" ")
+    return layered(command, layer, user=user)
+
+
 def copy_sources(target: Path) -> None:
     """As COPY does, without what Dockerfile.dockerignore keeps out of the context."""
     rules = (ROOT / "docker" / "Dockerfile.dockerignore").read_text().split()
@@ -175,20 +256,23 @@ def doctor(scratch: Path) -> str:
     return f"KDTREE_PYTHON={scratch / 'kdtree' / 'bin' / 'python'} {ROOT / 'docker' / 'entry.sh'} doctor"
 
 
-def adapted(step: str, scratch: Path, *, full: bool) -> str | None:
+def adapted(step: str, scratch: Path, *, full: bool, stage: int) -> str | None:
     """The step as it is run here; None if it needs the image's own system."""
-    if step.startswith(LEFT_OUT):
-        return None
-    if step.startswith(APT_INSTALL):
+    layer = scratch / f"stage{stage}"
+    if step.startswith(AS_USER):
+        return as_user(step.removeprefix(AS_USER), layer)
+    if step.startswith(SYSTEM):
+        if layers():
+            return layered(step, layer)
         names = step.removeprefix(APT_INSTALL)
-        return f"apt-get install --simulate {names}" if shutil.which("apt-get") else None
+        return f"apt-get install --simulate {names}" if names != step and shutil.which("apt-get") else None
     if "./python" in step and not full:
         step = step.replace("pip install", "pip install --dry-run --ignore-installed")
     return step.replace(PREFIX, str(scratch / "kdtree"))
 
 
-def run(step: str, scratch: Path, *, full: bool) -> bool:
-    command = adapted(step, scratch, full=full)
+def run(step: str, scratch: Path, *, full: bool, stage: int = 0) -> bool:
+    command = adapted(step, scratch, full=full, stage=stage)
     if command is None:
         print(f"left out  {step}", flush=True)
         return True
@@ -216,7 +300,7 @@ def run(step: str, scratch: Path, *, full: bool) -> bool:
         except BaseException:
             installer.end(process)
             raise
-    print(f"{'ok' if code == 0 else 'FAILED':<8}  {command}", flush=True)
+    print(f"{'ok' if code == 0 else 'FAILED':<8}  {step if 'unshare' in command else command}", flush=True)
     if code:
         print("".join(said)[-3000:], flush=True)
     return code == 0

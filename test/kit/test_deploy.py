@@ -234,16 +234,50 @@ class TestDockerfile:
             if verb == "RUN" and "apt-get install" in rest:
                 assert "--no-install-recommends" in rest and "rm -rf /var/lib/apt/lists" in rest
 
-    def test_every_command_is_run_by_the_check_or_needs_root(self, tmp_path):
+    def test_every_command_is_run_by_the_check_or_needs_root(self, tmp_path, monkeypatch):
         """docker/check.py runs for minutes, over the network; here only that it leaves nothing else out."""
         tool, runs = check(), [rest for verb, rest in instructions() if verb == "RUN"]
         joined = " && ".join(tool.steps())
         assert joined == re.sub(r"\s+", " ", " && ".join(runs)).strip() and ";" not in joined and "|" not in joined
-        left_out = [step for step in tool.steps() if tool.adapted(step, tmp_path, full=True) is None]
+        monkeypatch.setattr(tool, "layers", lambda: False)
+        left_out = [step for step in tool.steps() if tool.adapted(step, tmp_path, full=True, stage=0) is None]
         assert {step.split()[0] for step in left_out} <= {"apt-get", "rm", "useradd"}
-        moved = [tool.adapted(step, tmp_path, full=True) or "" for step in tool.steps()]
+        moved = [tool.adapted(step, tmp_path, full=True, stage=0) or "" for step in tool.steps()]
         assert not any("/opt/kdtree" in step for step in moved)
         assert any("SGL_KERNEL_SM120_CUDA=1" in step and "--dry-run" not in step for step in moved)
+
+    def test_as_root_nothing_is_left_out(self, tmp_path, monkeypatch):
+        tool = check()
+        monkeypatch.setattr(tool, "layers", lambda: True)
+        assert all(tool.adapted(step, tmp_path, full=True, stage=0) for step in tool.steps())
+        stages = [tool.stage_of(number) for number, step in enumerate(tool.steps()) if step == "apt-get update"]
+        assert stages == [0, 1] and tool.stage_of(len(tool.steps())) == 1
+
+    def test_what_changes_the_system_runs_in_a_layer_that_the_machine_does_not_see(self, tmp_path):
+        """All but apt's, which go over the network: the lists are emptied, the user made, the image entered as it."""
+        tool = check()
+        if not tool.layers():
+            pytest.skip("no root, or no overlayfs here")
+        (tmp_path / "src").mkdir()
+        lists = set(Path("/var/lib/apt/lists").iterdir())
+        remove, add = (next(s for s in tool.steps() if s.startswith(word)) for word in ("rm ", "useradd "))
+        for step in (remove, add, tool.AS_USER + tool.user_step()):
+            assert tool.run(step, tmp_path, full=False, stage=1), step
+        home = tmp_path / "stage1" / "upper" / "home" / "kdtree"
+        assert (home / "written").stat().st_uid == home.stat().st_uid == 10001
+        assert not Path("/home/kdtree").exists() and "kdtree" not in Path("/etc/passwd").read_text()
+        assert set(Path("/var/lib/apt/lists").iterdir()) == lists
+        assert tool.run("rm -rf /var/lib/apt/none && ! ls -d /var/lib/apt/lists/*", tmp_path, full=False, stage=1)
+        assert not tool.run("useradd --uid 10001 again", tmp_path, full=False, stage=1)  # it stays in the layer
+
+    def test_the_recorded_run_of_the_system_left_nothing_out(self):
+        """On a bare system, where apt had everything to install."""
+        record = json.loads((ROOT / "docs" / "image-check-system.json").read_text())
+        tool = check()
+        commands = [step for step in tool.steps() if step.startswith(tool.SYSTEM)] + [tool.AS_USER + tool.user_step()]
+        assert record["what"] == "docker/check.py --system --root FOLDER"
+        assert [step["command"] for step in record["steps"]] == commands
+        assert not any(step["exit"] or step.get("left_out") for step in record["steps"])
 
     def test_the_check_runs_commands_and_tells_a_failure(self, tmp_path, capsys):
         tool = check()
@@ -272,6 +306,7 @@ class TestDockerfile:
             return tool.main(), ran[before:]
 
         real = tool.run
+        monkeypatch.setattr(tool, "layers", lambda: False)
         monkeypatch.setattr(tool, "steps", lambda: commands)
         monkeypatch.setattr(tool, "copy_sources", copy)
         monkeypatch.setattr(tool, "run", lambda step, *args, **named: ran.append(step) or real(step, *args, **named))
