@@ -29,8 +29,7 @@ __device__ __forceinline__ void init_barriers(typename C::SharedMemoryPlan& smem
   if (thread < kPairs) init(smem.bar_scores_empty[thread], C::kBusySoftmaxWarps);
   if (thread == 0) {
     init(smem.bar_scores_full, kHalves);
-    for (uint64_t& barrier : smem.bar_q_scaled)
-      init(barrier, C::kBusySoftmaxWarps + kValueWarps);
+    for (uint64_t& barrier : smem.bar_q_scaled) init(barrier, C::kBusySoftmaxWarps + kValueWarps);
   }
 }
 

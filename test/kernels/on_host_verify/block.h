@@ -110,8 +110,8 @@ inline unsigned meet(Barrier& barrier, unsigned expected, bool vote = false) {
   return barrier.last_votes;
 }
 
-// Warps that run only when no other can: whoever may run ahead of them does so as far as the barriers
-// let it. None, or a warpgroup, half of one, or a warp.
+// Warps that run only when no other can: whoever may run ahead of them does so as far as the
+// barriers let it. None, or a warpgroup, half of one, or a warp.
 inline uint32_t draw_slow_warps(size_t warps) {
   const unsigned count = order() % 4 == 0 ? 0 : 4u >> order() % 3;
   if (count == 0) return 0;
