@@ -39,7 +39,7 @@ SECONDS = {
     "overlay/test_each_edit.py": 80,
     "e2e/test_triton_interpreted.py": 70,
     "kit/test_server.py": 60,
-    "e2e/test_oracle.py": 45,
+    "e2e/test_oracle.py": 55,
     "scripts/test_serve_small_model.py": 45,
     "docs/test_commands.py": 40,
     "srt/layers/attention/test_kdtree_triton_block.py": 26,

@@ -24,6 +24,10 @@ START_TIMEOUT_S = REQUEST_TIMEOUT_S = 1200
 # One thread a rank: the machines that run this have two cores, and libgomp spins.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0"}
 
+# After every step, and not only when idle: each KV slot is free, cached or of one request; none is free twice, or free
+# and of a request.
+STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
+
 # What decides while modules are imported.
 IMPORT_TIME = ("TRITON_INTERPRET",)
 
@@ -63,6 +67,7 @@ class Server:
             command += ["--host", "127.0.0.1", "--port", str(free_port())]
         self.url = f"http://127.0.0.1:{command[command.index('--port') + 1]}"
         self.returncode: int | None = None
+        self.free_at_start: int | None = None
         log.touch()
         whole = os.environ | ENVIRONMENT | dict(env)
         self.pid = parent.ask(start=command, env=whole, own=dict(env), log=str(log))
@@ -124,16 +129,37 @@ class Server:
         assert response.status_code == 200, response.text + self.log_tail()
         return response.json()
 
-    def used_slots(self) -> int:
-        """KV slots that are neither free nor only kept by the prefix cache."""
-        (load,) = requests.get(f"{self.url}/v1/loads", timeout=REQUEST_TIMEOUT_S).json()["loads"]
-        return load["num_used_tokens"]
+    def free_slots(self) -> int:
+        """KV slots that a request could have, once nothing runs: the free ones, and what only the prefix cache keeps.
+
+        From a report that the scheduler makes when it is idle, after upstream's own check for leaks.
+        """
+        deadline, asked = time.monotonic() + 120, time.time()
+        while time.monotonic() < deadline:
+            # Goes through the scheduler, which reports when it is idle again; left alone it does so once a second.
+            self.fetch("/server_info")
+            load = self.load()
+            if load["timestamp"] > asked and not load["num_running_reqs"] + load["num_waiting_reqs"]:
+                return load["max_total_num_tokens"] - load["num_used_tokens"]
+            time.sleep(0.01)
+        raise TimeoutError(f"not idle after 120 s, or no report of it:\n{self.log_tail()}")
+
+    def load(self) -> dict[str, Any]:
+        """The scheduler's latest report."""
+        (load,) = self.fetch("/v1/loads")["loads"]
+        return load
+
+    def fetch(self, path: str) -> Any:
+        response = requests.get(f"{self.url}{path}", timeout=REQUEST_TIMEOUT_S)
+        assert response.status_code == 200, response.text + self.log_tail()
+        return response.json()
 
     def assert_all_slots_are_back(self) -> None:
+        """As many as before the first request of a test."""
         deadline = time.monotonic() + 120
-        while (used := self.used_slots()) and time.monotonic() < deadline:
+        while (free := self.free_slots()) != self.free_at_start and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert used == 0, f"{used} KV slots are lost"
+        assert free == self.free_at_start, "free KV slots now, and before"
         assert self.poll() is None, self.log_tail()
 
 
@@ -167,6 +193,8 @@ class Servers:
             self.retire()
             self.running = self.start(arguments, env)
             self.running.wait_until_ready()
+            self.running.free_at_start = self.running.free_slots()
+            assert self.running.free_at_start == self.running.load()["max_total_num_tokens"]
             self.description = description
         return self.running
 

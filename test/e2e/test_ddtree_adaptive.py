@@ -145,11 +145,15 @@ def test_a_logit_bias_holds_at_every_node(server, entries):
     assert not {int(token) for token in banned} & set(output["output_ids"])
 
 
-def test_min_p_of_one_leaves_the_most_probable_token(server, entries):
+def test_sampling_without_a_seed(server, entries):
+    """A sampled request keeps to its filters: where min_p leaves one token, the draw is the greedy one. A request
+    without filters is drawn in the same steps."""
     some = entries[:4]
-    kind = {"temperature": 1.0, "min_p": 1.0, "max_new_tokens": 24, "ignore_eos": True}
-    outputs = server.generate([entry["prompt"] for entry in some], kind)
-    assert token_ids(outputs) == [entry["tokens"][:24] for entry in some]
+    free = {"temperature": 1.0, "max_new_tokens": 24, "ignore_eos": True}
+    prompts = [entry["prompt"] for entry in [*some, some[0]]]
+    outputs = server.generate(prompts, [free | {"min_p": 1.0}] * len(some) + [free])
+    assert token_ids(outputs[:-1]) == [entry["tokens"][:24] for entry in some]
+    assert len(outputs[-1]["output_ids"]) == 24
 
 
 def test_a_penalty_breaks_a_loop(server, entries):

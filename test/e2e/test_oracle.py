@@ -5,22 +5,41 @@ true continuation at rank 0 to 2, so that accepted paths wind through the tree.
 A trained or biased model hides errors: it goes on as before when a row of the mask or of KV is wrong. Here the same
 server shows that it would notice: the same prompts fail when the tree is verified as a chain, and when the accepted KV
 is not moved.
+
+Half of the prompts are sampled, by seeds, so that each page size meets each way of scheduling with sampling too; and
+with a pool that runs full, stop strings and an abort.
 """
 
 import heapq
 import json
 
 import pytest
-from e2e.oracle_models import DRAFT_DEPTH, NUM_TOKENS, PROMPTS, greedy_truth, make_models
+from e2e.oracle_models import (
+    DRAFT_DEPTH,
+    GREEDY_PROMPTS,
+    NUM_TOKENS,
+    SAMPLED_PROMPTS,
+    SEEDS,
+    TEMPERATURE,
+    make_models,
+    truth_of,
+)
 from e2e.oracle_plugin.oracle_draft import candidates_of, log_probs_of
 from e2e.plugins import plugin_environment
-from e2e.servers import MODELS, meta, speculative, token_ids
-from e2e.workloads import GREEDY
+from e2e.servers import MODELS, STRICT, meta, speculative, token_ids
+from e2e.workloads import GREEDY, check_abort, check_stop_strings
 
 pytestmark = pytest.mark.server
 
-# page size, overlap scheduling, nodes of a tree
+# page size, overlap scheduling, nodes of a tree. A pool has room for half of the prompts at a time.
 CONFIGURATIONS = [(1, True, 16), (16, False, 40), (1, False, 40), (16, True, 16)]
+POOL = {16: 448, 40: 640}
+GREEDILY = GREEDY | {"max_new_tokens": NUM_TOKENS}
+PARAMETERS = [GREEDILY] * len(GREEDY_PROMPTS) + [
+    {"temperature": TEMPERATURE, "sampling_seed": seed, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    for seed in SEEDS
+]
+HALVES = {"greedy": slice(0, len(GREEDY_PROMPTS)), "sampled": slice(len(GREEDY_PROMPTS), None)}
 
 
 def name_of(configuration):
@@ -35,7 +54,7 @@ def models(tmp_path_factory):
 
     directory = tmp_path_factory.mktemp("oracle")
     target = make_models(directory)
-    truth = greedy_truth(target, Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json")))
+    truth = truth_of(target, Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json")))
     (directory / "truth.json").write_text(json.dumps(truth))
     return directory, truth
 
@@ -47,8 +66,9 @@ def answers(models):
 
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory):
-    module = MODELS.parent / "e2e" / "oracle_plugin" / "oracle_draft.py"
-    return plugin_environment(module, tmp_path_factory.mktemp("plugin"))
+    here = MODELS.parent / "e2e"
+    modules = here / "oracle_plugin" / "oracle_draft.py", here / "admission_plugin" / "hasty_admission.py"
+    return plugin_environment(tmp_path_factory.mktemp("plugin"), *modules)
 
 
 @pytest.fixture(scope="module", params=CONFIGURATIONS, ids=name_of)
@@ -63,17 +83,22 @@ def server(configuration, models, plugin, servers):
     return servers.get(
         [
             "--model-path", str(directory / "target"), "--device", "cpu", "--dtype", "float32",
-            "--sleep-on-idle", "--max-total-tokens", "8192", "--attention-backend", "kdtree_sm120",
-            *speculative("DDTREE", directory / "drafter"), "--page-size", str(page_size),
-            "--speculative-num-draft-tokens", str(num_nodes), *([] if overlap else ["--disable-overlap-schedule"]),
+            "--sleep-on-idle", "--max-total-tokens", str(POOL[num_nodes]), "--max-running-requests", "8",
+            "--schedule-conservativeness", "0.01", "--enable-deterministic-inference",
+            "--attention-backend", "kdtree_sm120", *speculative("DDTREE", directory / "drafter"),
+            "--page-size", str(page_size), "--speculative-num-draft-tokens", str(num_nodes),
+            *([] if overlap else ["--disable-overlap-schedule"]),
         ],
-        plugin | {"ORACLE_TRUTH": str(directory / "truth.json")},
+        plugin | STRICT | {"ORACLE_TRUTH": str(directory / "truth.json")},
     )  # fmt: skip
 
 
-def ask(server, kind):
-    requests = {"rid": [f"{kind}-{i}" for i in range(len(PROMPTS))]}
-    return server.generate(PROMPTS, GREEDY | {"max_new_tokens": NUM_TOKENS}, **requests)
+def ask(server, kind, half, times=1):
+    """The answers to one half of the prompts. Not to both at once: by the same seed upstream draws another token in a
+    batch with a request that has filters, and a greedy one has."""
+    prompts = (GREEDY_PROMPTS + SAMPLED_PROMPTS)[HALVES[half]] * times
+    requests = {"rid": [f"{kind}-{i}" for i in range(len(prompts))]}
+    return server.generate(prompts, PARAMETERS[HALVES[half]] * times, **requests)
 
 
 def paths_of_tree(log_probs, num_nodes):
@@ -118,25 +143,49 @@ def test_the_truth_depends_on_the_context(answers):
         assert len(set(answer)) > 10 and max(map(len, followers.values())) > 1
 
 
-def test_trees_are_verified_and_compacted_exactly(server, configuration, models, answers):
+def test_the_server_is_the_one_that_is_meant(server, configuration):
+    """Upstream turns overlap scheduling off, and changes page sizes, for reasons of its own."""
+    page_size, overlap, num_nodes = configuration
+    (state,) = server.fetch("/server_info")["internal_states"]
+    assert (state["page_size"], not state["disable_overlap_schedule"]) == (page_size, overlap)
+    assert state["speculative_num_draft_tokens"] == num_nodes
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_trees_are_verified_and_compacted_exactly(server, configuration, models, answers, half):
     steps = count_steps(models[1], configuration[2])
     assert max(steps) < 0.7 * NUM_TOKENS, "hardly anything is accepted: the test says nothing"
-    outputs = ask(server, "sound")
-    assert token_ids(outputs) == answers
-    assert meta(outputs, "spec_verify_ct") == steps
-    # The second time prompt and answer are in the prefix cache, with the KV that compaction moved.
-    outputs = ask(server, "again")
-    assert token_ids(outputs) == answers
-    assert meta(outputs, "spec_verify_ct") == steps
+    outputs = ask(server, "sound", half)
+    assert token_ids(outputs) == answers[HALVES[half]]
+    assert meta(outputs, "spec_verify_ct") == steps[HALVES[half]]
+    server.assert_all_slots_are_back()
+
+
+def test_a_full_pool_retracts_and_answers_the_same(server, answers):
+    """Each prompt twice. Prompts and answers are in the prefix cache, with the KV that compaction moved."""
+    outputs = ask(server, "again", "sampled", times=2)
+    assert token_ids(outputs) == answers[HALVES["sampled"]] * 2
+    assert sum(meta(outputs, "num_retractions")) > 0
+    server.assert_all_slots_are_back()
+
+
+def test_stop_strings_inside_accepted_paths(server):
+    check_stop_strings(server, GREEDY_PROMPTS[0], NUM_TOKENS, ends=range(10, 60, 20))
+    server.assert_all_slots_are_back()
+
+
+def test_abort_beside_another_request(server, answers):
+    assert check_abort(server, "1 + 1", GREEDY_PROMPTS[1], NUM_TOKENS) == answers[1]
     server.assert_all_slots_are_back()
 
 
 # Both page sizes, with overlap and without.
 @pytest.mark.parametrize("configuration", CONFIGURATIONS[:2], ids=name_of, indirect=True, scope="module")
 @pytest.mark.parametrize("part", ["mask", "move"])
-def test_it_fails_when_a_part_is_left_out(server, answers, part):
+def test_it_fails_when_a_part_is_left_out(server, configuration, answers, part):
     """mask: the tree is verified as a chain. move: accepted KV stays where the tree put it."""
-    wrong = [ours != true for ours, true in zip(token_ids(ask(server, part)), answers, strict=True)]
-    assert all(wrong)
+    half = "greedy" if configuration == CONFIGURATIONS[0] else "sampled"
+    outputs = token_ids(ask(server, part, half))
+    assert all(ours != true for ours, true in zip(outputs, answers[HALVES[half]], strict=True))
     assert server.post("/flush_cache?timeout=600").status_code == 200  # wrong KV must not stay behind
-    assert token_ids(ask(server, f"after {part}")) == answers
+    assert token_ids(ask(server, f"after {part}", half)) == answers[HALVES[half]]

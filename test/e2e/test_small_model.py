@@ -3,21 +3,21 @@
 that torch counted without a server.
 
 Servers, in this order: plain; DFLASH; DDTREE as `make serve` starts it; DDTREE with pages, a small pool and no overlap.
+What a request can ask for is asked of both DDTREE servers; test_oracle.py has the other two pairings of page size and
+overlap.
 """
 
 import importlib.util
-import json
 import math
 from argparse import Namespace
 
 import pytest
-import requests
 from docs.documents import documented
 from e2e import workloads
 from e2e.distributions import chi_square_p, contingency
 from e2e.plugins import plugin_environment
-from e2e.servers import ENVIRONMENT, MODELS, REQUEST_TIMEOUT_S, TARGET, meta, speculative, token_ids
-from e2e.workloads import GREEDY
+from e2e.servers import ENVIRONMENT, MODELS, STRICT, TARGET, meta, speculative, token_ids
+from e2e.workloads import GREEDY, check_abort, check_stop_strings
 
 pytestmark = pytest.mark.server
 
@@ -27,7 +27,7 @@ SEEDS = ["--enable-deterministic-inference"]
 
 PLAIN = [*KDTREE, *SEEDS]
 DFLASH = [*KDTREE, *speculative("DFLASH")]
-# What `make serve` starts.
+# What `make serve` starts. Page size 1, overlap scheduling.
 DDTREE = [*KDTREE, *speculative("DDTREE"), "--speculative-num-draft-tokens", "32"]
 PAGED = [
     *TARGET, "--attention-backend", "kdtree_sm120", *speculative("DDTREE"), "--speculative-num-draft-tokens", "16",
@@ -37,8 +37,7 @@ PAGED = [
     # scheduler has to retract some.
     "--schedule-conservativeness", "0.01",
 ]  # fmt: skip
-# Checks after every step that each KV slot has one owner, not only when idle.
-STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2"}
+SAMPLES = 200  # of each DDTREE server, and twice as many of plain decoding
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +48,7 @@ def plain(servers):
         "conversation": workloads.converse(server)[0],
         "ragged": token_ids(server.generate(*workloads.ragged_batch())),
         "seeded": token_ids(server.generate(*workloads.seeded_batch())),
-        "sampled": token_ids(server.generate(*workloads.sampled_batch(first_seed=7_000_000))),
+        "sampled": token_ids(server.generate(*workloads.sampled_batch(2 * SAMPLES, first_seed=7_000_000))),
     }
     server.assert_all_slots_are_back()
     return answers
@@ -62,7 +61,7 @@ def dflash(plain, servers):
 
 @pytest.fixture
 def ddtree(plain, servers):
-    server = servers.get(DDTREE)
+    server = servers.get([*DDTREE, *SEEDS])
     yield server
     server.assert_all_slots_are_back()
 
@@ -70,7 +69,7 @@ def ddtree(plain, servers):
 @pytest.fixture(scope="module")
 def hasty_admission(tmp_path_factory):
     module = MODELS.parent / "e2e" / "admission_plugin" / "hasty_admission.py"
-    return plugin_environment(module, tmp_path_factory.mktemp("plugin"))
+    return plugin_environment(tmp_path_factory.mktemp("plugin"), module)
 
 
 @pytest.fixture
@@ -149,33 +148,11 @@ def test_ragged_batch(ddtree, plain):
 
 
 def test_stop_string_inside_an_accepted_path(ddtree, expected):
-    """The answer ends at the string although the step accepted tokens beyond it."""
-    entry = expected[0]
-    (whole,) = ddtree.generate([entry["prompt"]], GREEDY | {"max_new_tokens": 128})
-    text = whole["text"]
-    cut_inside = 0
-    for start in range(20, 100, 9):
-        stop = text[start : start + 3]
-        (output,) = ddtree.generate([entry["prompt"]], GREEDY | {"max_new_tokens": 128, "stop": stop})
-        assert output["text"] == text[: text.index(stop)]
-        assert output["meta_info"]["finish_reason"]["matched"] == stop
-        histogram = output["meta_info"]["spec_correct_drafts_histogram"]
-        committed = sum(count * (drafts + 1) for drafts, count in enumerate(histogram)) + 1
-        cut_inside += committed > output["meta_info"]["completion_tokens"]
-    assert cut_inside, "no stop string fell inside an accepted path"
+    check_stop_strings(ddtree, expected[0]["prompt"], 128, ends=range(20, 100, 18))
 
 
-def test_abort_in_the_middle(ddtree):
-    """Aborted once its first tokens are there: the stream ends early and says so."""
-    request = {"text": "def f(", "rid": "aborted", "stream": True, "sampling_params": GREEDY | {"max_new_tokens": 3500}}
-    with requests.post(f"{ddtree.url}/generate", json=request, stream=True, timeout=REQUEST_TIMEOUT_S) as stream:
-        chunks = (json.loads(line[6:]) for line in stream.iter_lines() if line.startswith(b"data: {"))
-        assert next(chunks)["meta_info"]["finish_reason"] is None
-        assert ddtree.used_slots() > 0
-        assert ddtree.post("/abort_request", rid="aborted").status_code == 200
-        last = list(chunks)[-1]["meta_info"]
-    assert last["finish_reason"]["type"] == "abort"
-    assert last["completion_tokens"] < 3500
+def test_abort_in_the_middle(ddtree, expected):
+    assert check_abort(ddtree, "def f(", expected[1]["prompt"], 128) == expected[1]["tokens"]
     ddtree.assert_all_slots_are_back()
     (output,) = ddtree.generate(["def f("], GREEDY | {"max_new_tokens": 8})
     assert len(output["output_ids"]) == 8
@@ -210,30 +187,35 @@ def test_structured_output(ddtree):
     assert rest.startswith(("x", "yz"))
 
 
-def test_sampling_without_a_seed(ddtree, expected):
-    """A sampled request keeps to its filters: where min_p leaves one token, the draw is the greedy one. A request
-    without filters is drawn in the same steps."""
-    free = {"temperature": 1.0, "max_new_tokens": 24, "ignore_eos": True}
-    outputs = ddtree.generate([expected[0]["prompt"]] * 2, [free | {"min_p": 1.0}, free])
-    assert outputs[0]["output_ids"] == expected[0]["tokens"][:24]
-    assert len(outputs[1]["output_ids"]) == 24
-
-
-def test_seeded_sampling_is_plain_sampling_token_for_token(paged, plain):
-    outputs = paged.generate(*workloads.seeded_batch())
+def check_seeded_sampling(server, plain):
+    """Token for token what plain decoding draws."""
+    outputs = server.generate(*workloads.seeded_batch())
     assert token_ids(outputs) == plain["seeded"]
     assert sum(meta(outputs, "spec_verify_ct")) < 0.95 * 12 * 31, "hardly any draft was accepted"
 
 
-def test_temperature_one_samples_the_plain_distribution(paged, plain):
-    """Chi-square of two samples of 400 at temperature 1, at a level of 1e-3 for each of the tokens that a verification
-    drew. The two servers draw by different seeds, so that the samples are independent, and the same in every run."""
-    drawn = token_ids(paged.generate(*workloads.sampled_batch(first_seed=8_000_000)))
+def test_seeded_sampling(ddtree, plain):
+    check_seeded_sampling(ddtree, plain)
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """What DDTREE servers drew at temperature 1; each has seeds of its own, so that all samples are independent."""
+    return []
+
+
+def check_distribution(ours, theirs):
+    """Chi-square of two samples at a level of 1e-3 for each of the tokens that a verification drew. The seeds are
+    given, so the samples are the same in every run."""
     for place in range(1, workloads.SAMPLED_TOKENS):  # token 0 comes from the prefill
-        ours, theirs = ([answer[place] for answer in answers] for answers in (drawn, plain["sampled"]))
-        table = contingency(ours, theirs)
+        table = contingency([answer[place] for answer in ours], [answer[place] for answer in theirs])
         assert len(table) >= 4, "a few tokens have all the probability: the test says nothing"
         assert chi_square_p(table) > 1e-3, (place, table)
+
+
+def test_temperature_one_samples_the_plain_distribution(ddtree, plain, drawn):
+    drawn += token_ids(ddtree.generate(*workloads.sampled_batch(SAMPLES, first_seed=8_000_000)))
+    check_distribution(drawn, plain["sampled"])
 
 
 def test_chi_square_tells_distributions_apart():
@@ -266,3 +248,20 @@ def test_full_pool_retracts_and_answers_the_same(paged, short):
 def test_ragged_batch_and_conversation_in_pages(paged, plain):
     assert token_ids(paged.generate(*workloads.ragged_batch())) == plain["ragged"]
     assert workloads.converse(paged)[0] == plain["conversation"]
+
+
+def test_seeded_sampling_in_pages(paged, plain):
+    check_seeded_sampling(paged, plain)
+
+
+def test_temperature_one_samples_the_plain_distribution_in_pages(paged, plain, drawn):
+    """Alone, and together with what the other server drew."""
+    ours = token_ids(paged.generate(*workloads.sampled_batch(SAMPLES, first_seed=9_000_000)))
+    check_distribution(ours, plain["sampled"])
+    check_distribution(drawn + ours, plain["sampled"])
+
+
+def test_stop_string_and_abort_in_pages(paged, short):
+    check_stop_strings(paged, short[0]["prompt"], 128, ends=range(20, 100, 18))
+    hardest = max(short, key=lambda entry: entry["steps"]["tree16"])
+    assert check_abort(paged, hardest["prompt"], short[1]["prompt"], 64) == short[1]["tokens"][:64]

@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that every server is given, so that their answers can be compared."""
+"""Requests that every server is given, so that their answers can be compared, and checks that hold for any server."""
 
+import contextlib
+import json
 import random
+
+import requests
+from e2e.servers import REQUEST_TIMEOUT_S
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -51,12 +56,51 @@ def seeded_batch():
 
 
 SAMPLED_PROMPT = "class Reader:\n    def __init__(self"
-SAMPLES = 400
 SAMPLED_TOKENS = 4
 
 
-def sampled_batch(first_seed):
+def sampled_batch(samples, first_seed):
     """The same prompt many times at temperature 1, each time with another seed: the answers are the same in every run,
     and samples of two servers are independent where their seeds are."""
     common = {"temperature": 1.0, "max_new_tokens": SAMPLED_TOKENS, "ignore_eos": True}
-    return [SAMPLED_PROMPT] * SAMPLES, [common | {"sampling_seed": first_seed + i} for i in range(SAMPLES)]
+    return [SAMPLED_PROMPT] * samples, [common | {"sampling_seed": first_seed + i} for i in range(samples)]
+
+
+def check_stop_strings(server, prompt, num_tokens, ends):
+    """The answer ends at a string although the step accepted tokens beyond it. ends: where the strings begin in the
+    answer without one."""
+    (whole,) = server.generate([prompt], GREEDY | {"max_new_tokens": num_tokens})
+    text = whole["text"]
+    cut_inside = 0
+    for start in ends:
+        stop = text[start : start + 3]
+        (output,) = server.generate([prompt], GREEDY | {"max_new_tokens": num_tokens, "stop": stop})
+        assert output["text"] == text[: text.index(stop)]
+        assert output["meta_info"]["finish_reason"]["matched"] == stop
+        histogram = output["meta_info"]["spec_correct_drafts_histogram"]
+        committed = sum(count * (drafts + 1) for drafts, count in enumerate(histogram)) + 1
+        cut_inside += committed > output["meta_info"]["completion_tokens"]
+    assert cut_inside, "no stop string fell inside an accepted path"
+
+
+def check_abort(server, prompt, beside, num_tokens):
+    """A request is aborted once it has answered something: its stream ends early and says so. -> the token ids of the
+    greedy answer to the prompt `beside`, which ran meanwhile"""
+    with stream(server, beside, num_tokens) as other, stream(server, prompt, 3500, rid="aborted") as aborted:
+        next(other)
+        assert next(aborted)["meta_info"]["finish_reason"] is None
+        assert server.load()["num_used_tokens"] > 0
+        assert server.post("/abort_request", rid="aborted").status_code == 200
+        last = list(aborted)[-1]["meta_info"]
+        answer = list(other)[-1]["output_ids"]
+    assert last["finish_reason"]["type"] == "abort"
+    assert last["completion_tokens"] < min(3500, server.free_at_start - last["prompt_tokens"] - 8)
+    return answer
+
+
+@contextlib.contextmanager
+def stream(server, prompt, num_tokens, **fields):
+    """The chunks of a greedy answer, as they come."""
+    request = {"text": prompt, "stream": True, "sampling_params": GREEDY | {"max_new_tokens": num_tokens}} | fields
+    with requests.post(f"{server.url}/generate", json=request, stream=True, timeout=REQUEST_TIMEOUT_S) as response:
+        yield (json.loads(line[6:]) for line in response.iter_lines() if line.startswith(b"data: {"))
