@@ -44,6 +44,10 @@ TIE = {"bf16": 0.2, "fp8": 0.6}
 DRIFT = {"bf16": 0.15, "fp8": 0.5}
 # Capturing prefill takes most of a start, and is not what is looked at where many Engines start at once.
 START_SOON = {"disable_prefill_cuda_graph": True}
+# Pools have a size of their own. The fraction only ends an Engine where less of the GPU than the rest is free once it
+# has its weights, and others may have taken theirs meanwhile.
+SHARED_GPU = 0.95
+SAMPLES = 400
 PROMPTS = 12
 NODES = 16
 REPORT = re.compile(
@@ -126,7 +130,7 @@ def arguments_of(run: Run, device: str, folder: Path) -> dict[str, Any]:
         if run.backend == "triton":
             arguments["attention_backend"] = "torch_reference"
     else:
-        arguments |= {"dtype": "bfloat16", "mem_fraction_static": 0.3, "cuda_graph_max_bs_decode": 16}
+        arguments |= {"dtype": "bfloat16", "mem_fraction_static": SHARED_GPU, "cuda_graph_max_bs_decode": 16}
         if not run.graphs:
             arguments["disable_cuda_graph"] = True
     if run.mode:
@@ -188,7 +192,7 @@ def use_plugin(module: Path, folder: Path) -> None:
     from e2e.plugins import plugin_environment
 
     folder.mkdir()
-    os.environ.update(plugin_environment(module, folder))
+    os.environ.update(plugin_environment(folder, module))
     sys.path.insert(0, str(folder))  # the Engine loads plugins in this process too
 
 
@@ -233,17 +237,21 @@ def child(argv: list[str]) -> int:
         result["again"] = [o["output_ids"] for o in engine.generate(texts, parameters)]
         result["alone"] = engine.generate(texts[:1], parameters[:1])[0]["output_ids"]
         if spec["sampling"] is not None:
-            sys.path.append(str(ROOT / "test"))
-            from e2e import workloads
-
-            batch = workloads.sampled_batch(first_seed=spec["sampling"])
-            result["sampled"] = [o["output_ids"] for o in engine.generate(*batch)]
-            if spec["device"] == "cpu":
-                result["seeded"] = [o["output_ids"] for o in engine.generate(*workloads.seeded_batch())]
+            result |= sampled_answers(engine, spec["sampling"], seeded=spec["device"] == "cpu")
         Path(spec["out"]).write_text(json.dumps(result))
         time.sleep(1)  # for the reports of validate mode
         engine.shutdown()
     return 0
+
+
+def sampled_answers(engine: Any, first_seed: int, *, seeded: bool) -> dict[str, list[list[int]]]:
+    sys.path.append(str(ROOT / "test"))
+    from e2e import workloads
+
+    batches = {"sampled": workloads.sampled_batch(SAMPLES, first_seed=first_seed)}
+    if seeded:
+        batches["seeded"] = workloads.seeded_batch()
+    return {name: [o["output_ids"] for o in engine.generate(*batch)] for name, batch in batches.items()}
 
 
 def log_of_rank(log: str, rank: int, ranks: int) -> str:
