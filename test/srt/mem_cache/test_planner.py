@@ -5,11 +5,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang.srt.mem_cache.defrag.host_runs import run_bounds
 from sglang.srt.mem_cache.defrag.planner import (
     FreeRun,
     Row,
     make_plan,
-    run_bounds,
     short_spans,
 )
 
@@ -149,6 +149,12 @@ def test_a_shared_prefix_is_moved_once():
 
 
 def test_spans_of_a_row_that_continues():
-    assert short_spans(row([5, 6, 9, 11], before=4), block=4) == [(2, 4)]
-    assert short_spans(row([5, 6, 9, 11], before=7), block=4) == [(0, 4)]
-    assert short_spans(row([]), block=4) == []
+    assert short_spans([row([5, 6, 9, 11], before=4)], block=4) == [(0, 2, 4)]
+    assert short_spans([row([5, 6, 9, 11], before=7)], block=4) == [(0, 0, 4)]
+    assert short_spans([row([])], block=4) == []
+
+
+def test_a_span_ends_with_its_row():
+    """Also where the next row begins with the unit behind it, or is empty."""
+    rows = [row([]), row([1, 3, 4]), row([5, 6, 7, 8, 20]), row([]), row([21], before=20), row([30]), row([])]
+    assert short_spans(rows, block=3) == [(1, 0, 3), (2, 4, 5), (5, 0, 1)]

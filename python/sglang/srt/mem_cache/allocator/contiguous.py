@@ -24,7 +24,7 @@ import torch
 
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.defrag.slot_runs import arrange, bring_forward, longest_runs
+from sglang.srt.mem_cache.defrag import host_runs, slot_runs
 from sglang.srt.utils import get_num_new_pages
 
 # Share of the pool that a prefill leaves free, and at most half of the slots that no
@@ -60,6 +60,7 @@ class FreeRuns:
 
     def __init__(self, *, device: str):
         self.device = device
+        self._lists = host_runs if device == "cpu" else slot_runs
         self.loan = 0
         self.arrangement = 0
         self.reset(0)
@@ -83,8 +84,10 @@ class FreeRuns:
         self._arranged_len = self.head.numel()
 
     def all(self) -> torch.Tensor:
-        lent = [] if self.lent is None else [self.lent]
-        return torch.cat([self.head, *self.aged, *self.fresh, *self._steps, *lent])
+        apart = [] if self.lent is None else [self.lent]
+        if self._steps:
+            apart.append(self._stripes_left().reshape(-1))
+        return torch.cat([self.head, *self.aged, *self.fresh, *apart])
 
     # -- taking and giving back --
 
@@ -151,7 +154,7 @@ class FreeRuns:
         self.aged = []
         self.num_released = sum(piece.numel() for piece in self.fresh)
         units = torch.cat([self.head, *merged]) if merged else self.head
-        self.head = arrange(units)
+        self.head = self._lists.arrange(units)
         self._new_arrangement()
 
     def prepare(self, need: int) -> None:
@@ -160,7 +163,7 @@ class FreeRuns:
         if need > size or self.num_released > MERGE_SHARE * size:
             self.rearrange()
         if need <= self.head.numel():
-            self.head = bring_forward(self.head, need)
+            self.head = self._lists.bring_forward(self.head, need)
             self._new_arrangement()
 
     # -- columns for requests that decode together --
@@ -173,7 +176,8 @@ class FreeRuns:
             if not self._steps:
                 return None
         self.count -= len(rows)
-        return self._steps.pop()
+        self._steps -= 1
+        return self.stripes[-1 - self._steps]
 
     def end_stripes(self) -> None:
         if self._steps:
@@ -183,19 +187,19 @@ class FreeRuns:
 
     def _drop_stripes(self) -> None:
         self.stripes: Optional[torch.Tensor] = None
-        self._steps: list[torch.Tensor] = []  # Rows of it, the next one last.
+        self._steps = 0  # Rows of it that are left, the last ones.
         self._columns: list[int] = []
 
     def _set_stripes(self, stripes: torch.Tensor, rows: list[int]) -> None:
         self.stripes = stripes.contiguous()
-        self._steps = list(self.stripes.unbind())[::-1]
+        self._steps = stripes.shape[0]
         self._columns = rows
 
     def _stripes_left(self) -> torch.Tensor:
-        return self.stripes[self.stripes.shape[0] - len(self._steps) :]
+        return self.stripes[self.stripes.shape[0] - self._steps :]
 
     def _lay_out(self, rows: list[int]) -> None:
-        left, width, size = len(self._steps), len(rows), self.head.numel()
+        left, width, size = self._steps, len(rows), self.head.numel()
         column_of = {row: column for column, row in enumerate(self._columns)}
         joined = [row for row in rows if row not in column_of]
         if left < 2 or len(joined) == width or len(joined) * left > size:
@@ -228,7 +232,7 @@ class FreeRuns:
 
     def longest(self, count: int) -> torch.Tensor:
         """``longest_runs`` of the head; positions are those of ``lend``."""
-        table = longest_runs(self.head, count)
+        table = self._lists.longest_runs(self.head, count)
         table[0] += self._arranged_len - self.head.numel()
         return table
 

@@ -4,6 +4,7 @@
 Layers, lowest first; none imports upwards:
 
     slot_runs      runs of a slot list, as tensors of fixed shape
+    host_runs      the same for a list in host memory
     ../allocator/contiguous
                    tier 0: the free list kept by runs
     planner        which slots go where: a pure function over host integers

@@ -11,6 +11,8 @@ from typing import NamedTuple, Optional, Sequence
 
 import numpy as np
 
+from sglang.srt.mem_cache.defrag.host_runs import run_bounds
+
 
 class Row(NamedTuple):
     """Units [first, first + len(units)) of one request's row."""
@@ -42,37 +44,38 @@ class Plan(NamedTuple):
     settled: dict[int, int]
 
 
-def run_bounds(units: np.ndarray) -> np.ndarray:
-    """Offsets at which a run starts, and the length at the end."""
-    breaks = np.flatnonzero(units[1:] != units[:-1] + 1) + 1
-    return np.concatenate(([0], breaks, [len(units)]))
-
-
-def short_spans(
-    row: Row, *, block: int, planned: Optional[np.ndarray] = None
-) -> list[tuple[int, int]]:
-    """Maximal offset ranges of ``row`` that consist of runs shorter than ``block``.
+def short_spans(rows: Sequence[Row], *, block: int) -> list[tuple[int, int, int]]:
+    """(index of the row, lo, hi) of each maximal range of offsets [lo, hi) that
+    consists of runs shorter than ``block``, in order.
 
     A first run that continues the unit before the row is part of a run that was
-    looked at before, and is not short. Units whose entry in ``planned`` (bool, by
-    unit) is set are not short either: another request that shares them moves them.
+    looked at before, and is not short.
     """
-    units = row.units
-    if len(units) == 0:
-        return []
-    bounds = run_bounds(units)
-    lengths = bounds[1:] - bounds[:-1]
-    short = lengths < block
-    if row.before >= 0 and units[0] == row.before + 1:
-        short[0] = False
-    if planned is not None and (taken := planned[units]).any():
-        # A run may be planned in part: each unit stands for itself.
-        short = np.repeat(short, lengths) & ~taken
-        bounds = np.arange(len(units) + 1)
-    if not short.any():
-        return []
-    inside = np.concatenate(([False], short, [False]))
-    edges = bounds[np.flatnonzero(inside[1:] != inside[:-1])]
+    sizes = np.array([len(row.units) for row in rows])
+    begins = sizes.cumsum() - sizes
+    units = np.concatenate([row.units for row in rows])
+    bounds = np.union1d(run_bounds(units), begins)
+    at = begins[sizes > 0]
+    short = bounds[1:] - bounds[:-1] < block
+    first = np.searchsorted(bounds, at)  # Of each row that has units, its first run.
+    before = np.array([row.before for row in rows])[sizes > 0]
+    short[first[(before >= 0) & (units[at] == before + 1)]] = False
+    opens, closes = short.copy(), short.copy()
+    opens[1:] &= ~short[:-1]
+    opens[first] |= short[first]
+    closes[:-1] &= opens[1:] | ~short[1:]
+    los, his = bounds[:-1][opens], bounds[1:][closes]
+    index = np.searchsorted(begins, los, side="right") - 1
+    los, his = los - begins[index], his - begins[index]
+    return list(zip(index.tolist(), los.tolist(), his.tolist()))
+
+
+def _parts_left(lo: int, hi: int, planned: np.ndarray) -> list[tuple[int, int]]:
+    """Ranges of [lo, hi) that are not ``planned`` [hi - lo]: of a shared prefix another
+    request moves those."""
+    if not planned.any():
+        return [(lo, hi)]
+    edges = lo + np.flatnonzero(np.diff(planned, prepend=True, append=True))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist()))
 
 
@@ -127,33 +130,26 @@ def make_plan(
     """
     targets = _Targets(free)
     moves: list[Move] = []
-    settled: dict[int, int] = {}
-    planned = np.zeros(
-        1 + max((int(row.units.max()) for row in rows if len(row.units)), default=0),
-        dtype=bool,
-    )
-    left = max_units
-    for row in rows:
-        end = len(row.units)
-        settled[row.key] = row.first + end
-        for lo, hi in short_spans(row, block=block, planned=planned):
+    settled = {row.key: row.first + len(row.units) for row in rows}
+    highest = np.concatenate([row.units for row in rows]).max(initial=0)
+    planned = np.zeros(1 + highest, dtype=bool)
+    left, stopped = max_units, -1
+    for index, begin, end in short_spans(rows, block=block):
+        row = rows[index]
+        for lo, hi in _parts_left(begin, end, planned[row.units[begin:end]]):
+            if index == stopped:
+                break
             while hi - lo >= block and left >= block:
                 after = int(row.units[lo - 1]) if lo else row.before
                 taken = targets.take(need=min(hi - lo, left), after=after, block=block)
                 if taken is None:
                     break
-                moves.append(
-                    Move(
-                        row.key,
-                        row.first + lo,
-                        row.first + lo + taken.length,
-                        taken.position,
-                    )
-                )
-                planned[row.units[lo : lo + taken.length]] = True
-                lo += taken.length
-                left -= taken.length
-            if hi - lo >= block or (hi == end and lo < hi):
+                size, at = taken.length, row.first + lo
+                moves.append(Move(row.key, at, at + size, taken.position))
+                planned[row.units[lo : lo + size]] = True
+                lo += size
+                left -= size
+            if hi - lo >= block or (hi == len(row.units) and lo < hi):
                 settled[row.key] = row.first + lo
-                break
+                stopped = index
     return Plan(moves, settled)

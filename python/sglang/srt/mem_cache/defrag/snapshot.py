@@ -45,7 +45,9 @@ def take_snapshot(
         ]
         for scan in scans
     ]
-    units = torch.cat(rows).to(torch.int64) // page
+    units = torch.cat(rows).to(torch.int64)
+    if page > 1:
+        units //= page
     flat = torch.cat([runs.longest(MAX_FREE_RUNS).reshape(-1), units])
     host = flat.to("cpu", non_blocking=True)
     ready = None

@@ -179,11 +179,12 @@ class Tier1Defragmenter(Tier0Defragmenter):
     def _scans(self) -> list[Scan]:
         """Unsettled parts of rows, at least a block each, in the order of the batch."""
         scans, left, alive = [], MAX_SCAN_UNITS, {}
+        generations = self.req_to_token_pool.req_generation.tolist()
         for req in self.running_requests():
             hi = self._movable(req)
             if hi == 0:
                 continue
-            key = (req.kv.req_pool_idx, self._generation(req))
+            key = (req.kv.req_pool_idx, generations[req.kv.req_pool_idx])
             lo = self._settled.get(key, 0)
             if not self.move_tree_slots:
                 lo = max(lo, req.kv.cache_protected_len // self.page_size)
