@@ -240,10 +240,10 @@ class TestVerb:
         assert [row["context"] for row in document["skipped"]] == [8_000]
         assert "3968 tokens that the server holds beside 128" in document["skipped"][0]["why"]
 
-    def test_a_loop_is_a_finding_but_not_on_the_phrase(self):
+    def test_a_loop_is_said_but_not_on_the_phrase(self):
         row = {"text": "code", "context": 1, "cached_tokens": None, "distinct_4grams": 0.1}
-        assert "10% of the answer's 4-grams" in findings([row], repeats=1)[0]
-        assert findings([row | {"text": "phrase"}], repeats=1) == []
+        assert "10% of the answer's 4-grams" in findings([row])[0]
+        assert findings([row | {"text": "phrase"}]) == []
 
     def test_contexts_as_people_write_them(self):
         assert counts("1k, 16K,185000,1.5k,200_000,1M") == [1_000, 16_000, 185_000, 1_500, 200_000, 1_000_000]
@@ -429,6 +429,11 @@ class TestCompare:
         b = self.run_of(tmp_path / "b.json", {1_000: 98.0, 2_000: 40.0})
         code, document = cli("bench", "compare", a, b)
         assert code == 1 and document["slower"] == 1
+
+    def test_what_a_run_warned_of_is_said_again(self, cli, tmp_path):
+        a, b = (self.run_of(tmp_path / name, {1_000: 100.0}) for name in ("a.json", "b.json"))
+        b.write_text(json.dumps(json.loads(b.read_text()) | {"warnings": ["prose at 1,000: a loop"]}))
+        assert cli("bench", "compare", a, b)[1]["differs"] == ["B, prose at 1,000: a loop"]
 
     def test_only_what_both_measured_is_compared(self):
         assert compare.compare_rows([], [{"text": "code", "context": 1}]) == []

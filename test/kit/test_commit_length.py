@@ -6,6 +6,7 @@ from kit.scripted import sglang_stream
 
 from sglang.kdtree.bench.client import Event, Reply
 from sglang.kdtree.bench.text import PHRASE
+from sglang.kdtree.cli import main
 from sglang.kdtree.probe.commit_length import Point, chain_length, judge, phrase_share, point_from
 
 
@@ -114,7 +115,7 @@ class TestVerb:
         scripted.pages["/generate"] = (200, generate)
         scripted.pages["/tokenize"] = (200, lambda body: {"count": len(body["prompt"].split())})
 
-    def test_against_a_scripted_server(self, scripted, cli):
+    def test_against_a_scripted_server(self, scripted, cli, capsys):
         self.serve(scripted)
         code, document = cli(
             "probe", "commit-length", "--url", scripted.url, "--contexts", "500,2k,64k", "--output-tokens", 33
@@ -126,6 +127,8 @@ class TestVerb:
         ]  # fmt: skip
         assert document["points"][0]["accepted_drafts"] == 7.0
         assert document["verdict"]["name"] == "text-too-hard"
+        assert main(["probe", "commit-length", "--url", scripted.url, "--contexts", "500,64k"]) == 0
+        assert "skipped, the server holds less: 64,000" in capsys.readouterr().out
 
     def test_a_server_that_does_not_speculate(self, scripted, cli_error):
         scripted.pages["/server_info"] = (200, {"version": "0.5.23", "speculative_algorithm": None})

@@ -173,7 +173,7 @@ def test_longctx_over_each_api_and_compare(server, cli, tmp_path, monkeypatch):
         assert one["prompt_tokens"] == other["prompt_tokens"]
         assert one["accept_length"]["p50"] <= other["accept_length"]["p50"] * 1.15
     _, compared = cli("bench", "compare", "ours.json", "other.json")
-    assert len(compared["rows"]) == 2 and compared["differs"] == []
+    assert len(compared["rows"]) == 2 and compared["differs"][:1] == ["api: sglang against completions"]
     assert {path.name for path in tmp_path.iterdir()} >= {"ours.png", "b.json", "b.png"}
 
 

@@ -71,12 +71,13 @@ def describe(document: dict, path: Path) -> dict[str, Any]:
 
 
 def differing_settings(a: dict, b: dict) -> list[str]:
-    """What else changed between the runs: a ratio means something only if nothing but the one thing did."""
+    """What else changed between the runs, and what each warned of: a ratio of such rows means little."""
     found = []
     for key in ("output_tokens", "repeats", "temperature", "seed"):
         if a["settings"][key] != b["settings"][key]:
             found.append(f"{key}: {a['settings'][key]} against {b['settings'][key]}")
     for key in (
+        "api",
         "model",
         "engine",
         "version",
@@ -87,6 +88,8 @@ def differing_settings(a: dict, b: dict) -> list[str]:
     ):
         if a["server"][key] != b["server"][key]:
             found.append(f"{key}: {a['server'][key]} against {b['server'][key]}")
+    for side, document in (("A", a), ("B", b)):
+        found += [f"{side}, {warning}" for warning in document["warnings"]]
     return found
 
 

@@ -137,12 +137,12 @@ def run(args: argparse.Namespace, console: Any) -> Result:
         },
         "rows": rows,
         "skipped": skipped,
-        "warnings": findings(rows, repeats=args.repeats),
+        "warnings": findings(rows),
     }
     result = Result(
         verb="bench-longctx",
         data=data,
-        exit_code=EXIT_FINDING if skipped or data["warnings"] else EXIT_OK,
+        exit_code=EXIT_FINDING if skipped or any(map(cached, rows)) else EXIT_OK,
     )
     if args.plot:
         from sglang.kdtree.bench.plot import plot_runs
@@ -260,11 +260,16 @@ class PromptMaker:
         self.characters_per_token = characters / tokens
 
 
-def findings(rows: list[dict], *, repeats: int) -> list[str]:
+def cached(row: dict) -> bool:
+    return (row["cached_tokens"] or 0) > TOLERATED_CACHED_TOKENS
+
+
+def findings(rows: list[dict]) -> list[str]:
+    """A loop is said and no more: its step times are true, only the tokens a step are too many."""
     found = []
     for row in rows:
         where = f"{row['text']} at {row['context']:,}"
-        if (row["cached_tokens"] or 0) > TOLERATED_CACHED_TOKENS:
+        if cached(row):
             found.append(
                 f"{where}: {row['cached_tokens']} prompt tokens came from a cache: the prefill speed is not one"
             )

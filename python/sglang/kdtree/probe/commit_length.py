@@ -263,6 +263,8 @@ def render(result: Result, console: Any) -> None:
             ],
         )
     console.print(table)
+    if skipped := ", ".join(f"{context:,}" for context in data["skipped_contexts"]):
+        console.print(f"skipped, the server holds less: {skipped}", style="yellow")
     verdict = data["verdict"]
     console.print(
         verdict["name"],
