@@ -56,6 +56,8 @@ def server_arguments(args: argparse.Namespace) -> list[str]:
         "decode-log-interval": LOG_INTERVAL, "kv-defrag": args.kv_defrag,
         "schedule-conservativeness": args.conservativeness,
     }  # fmt: skip
+    if args.disable_radix_cache:
+        values["disable-radix-cache"] = True
     if args.kv_defrag == "tier1":  # metrics say how much each rank has moved
         values |= {
             "kv-defrag-copy-budget": "256K", "enable-metrics": True, "enable-metrics-for-all-schedulers": True
@@ -72,7 +74,7 @@ def server_arguments(args: argparse.Namespace) -> list[str]:
     if args.device == "cpu":
         values |= {"device": "cpu", "dtype": "float32"}
     else:
-        values |= {"dtype": "bfloat16", "mem-fraction-static": 0.3, "cuda-graph-max-bs-decode": 16}
+        values |= {"dtype": "bfloat16", "mem-fraction-static": backend_e2e.SHARED_GPU, "cuda-graph-max-bs-decode": 16}
     return command_line(values)
 
 
@@ -145,7 +147,8 @@ def gpu_mib(args: argparse.Namespace) -> int | None:
     """In use on the GPUs of all ranks; None where other programs share them, or there is none."""
     if args.shared_gpus:
         return None
-    gpus = ",".join(str(rank) for rank in range(args.ranks))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    gpus = ",".join((visible.split(",") if visible else [str(i) for i in range(args.ranks)])[: args.ranks])
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", gpus]
     try:
         return sum(
@@ -323,6 +326,9 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--ranks", type=int, default=1, help="of tensor parallelism")
     parser.add_argument("--kv-defrag", choices=("off", "tier0", "tier1"), default="off")
+    parser.add_argument(
+        "--disable-radix-cache", action="store_true", help="the server's: finished requests leave free slots"
+    )
     parser.add_argument("--check-slots", action="store_true", help="count all slots after each step, compare the ranks")
     parser.add_argument("--shared-gpus", action="store_true", help="others use them: do not watch their memory")
     parser.add_argument("--start-timeout", type=float, default=300)

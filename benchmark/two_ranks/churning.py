@@ -11,6 +11,9 @@ from .jobs import RANKS, Job, Run, explained
 TIERS = ("tier0", "tier1")
 # A request takes 5 to 430 slots, and 16 of them run: admitted as if they were to answer little, they are retracted.
 POOL, CONSERVATIVENESS = 1024, 0.05
+# Requests this short, kept in the prefix cache, leave no 64 free slots next to each other in a pool this full: tier 1
+# moved nothing in 2220 steps on two GPUs.
+MORE = {"tier0": [], "tier1": ["--disable-radix-cache"]}
 
 
 def jobs(run: Run) -> list[Job]:
@@ -19,7 +22,7 @@ def jobs(run: Run) -> list[Job]:
             "--out", "unused", "--device", run.device, "--ranks", str(RANKS), "--steps", str(run.args.churn_steps),
             "--seconds", str(run.args.churn_seconds), "--clients", str(run.args.clients), "--kv-defrag", tier,
             "--pool", str(POOL), "--conservativeness", str(CONSERVATIVENESS), "--check-slots", "--shared-gpus",
-            "--start-timeout", str(run.args.start_timeout),
+            "--start-timeout", str(run.args.start_timeout), *MORE[tier],
         ])  # fmt: skip
         log = run.logs / f"churn-{tier}.log"
         with explained(log):

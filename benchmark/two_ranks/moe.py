@@ -52,7 +52,7 @@ def server_arguments(name: str, model: Path) -> list[str]:
     values = {
         "model-path": model, "ep-size": RANKS, "attention-backend": "kdtree_sm120", "dtype": "bfloat16",
         "expert-distribution-recorder-mode": "per_pass", "max-total-tokens": 8192, "max-running-requests": 4,
-        "context-length": 4096, "cuda-graph-max-bs-decode": 4, "mem-fraction-static": 0.5,
+        "context-length": 4096, "cuda-graph-max-bs-decode": 4, "mem-fraction-static": e2e.SHARED_GPU,
         "sampling-backend": "pytorch", "grammar-backend": "none", "random-seed": 1,
     }  # fmt: skip
     values |= {key.replace("_", "-"): value for key, value in e2e.several_ranks(RANKS, "cuda").items()}
