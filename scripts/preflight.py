@@ -21,6 +21,8 @@ PIN = Path(__file__).resolve().parent.parent / "python" / "UPSTREAM.toml"
 TAG = re.compile(r"^cp(\d)(\d+)-\w+-manylinux_(\d+)_(\d+)_(\w+) *=", re.MULTILINE)
 # Bytes that an environment takes when it is new; torch for CUDA brings NVIDIA's libraries along.
 ENVIRONMENT_BYTES = {"cpu": 3e9, "cuda": 13e9}
+# outlines_core 0.1.26, which upstream's full set pins, has no wheel for a newer Python and is built there, in Rust.
+NEWEST_WITHOUT_RUST = (3, 12)
 SCRATCH_BYTES = {"cpu": 1e9, "cuda": 4e9}  # of the directory for temporary files, where pip puts what it downloads
 
 
@@ -30,6 +32,7 @@ def complaints(chosen: str, *, tests: bool, new: bool, place: Path) -> list[str]
     if not found[0]:
         found += [modules()] if new else []
         found += [disk(place, ENVIRONMENT_BYTES[chosen]), scratch(SCRATCH_BYTES[chosen])] if new else []
+        found += [rust()] if chosen == "cuda" else []
     if tests or chosen == "cuda":
         found.append(compiler())
     if tests and not shutil.which("git"):
@@ -112,6 +115,16 @@ def compiler() -> str | None:
         return None
     return (
         f"no C++ compiler: {words[0]} is missing (Debian, Ubuntu: apt install g++; another one: make CXX=clang++ ...)"
+    )
+
+
+def rust() -> str | None:
+    if sys.version_info[:2] <= NEWEST_WITHOUT_RUST or shutil.which("cargo"):
+        return None
+    have, other = dotted(sys.version_info[:2]), dotted(NEWEST_WITHOUT_RUST)
+    return (
+        f"the GPU set has a package without a wheel for Python {have}, which is built in Rust, and cargo is missing: name "
+        f"another interpreter, for example make PYTHON=python{other} serve; with Rust installed pip tries to build it"
     )
 
 

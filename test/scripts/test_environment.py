@@ -290,6 +290,16 @@ def test_the_tests_need_a_compiler_and_git(checkout, tool, remedy):
     assert checkout.make("environment")[0] == 0  # a server on the CPU compiles nothing
 
 
+def test_the_gpu_set_needs_rust_where_a_wheel_is_missing(checkout):
+    checkout.interpreter("3.13")
+    gpu = ("environment", "SET=cuda", "PYTHON=python3.13")
+    code, said = checkout.make(*gpu)
+    assert code and "make PYTHON=python3.12 serve; with Rust" in said and not checkout.done()
+    assert checkout.make("environment", "PYTHON=python3.13")[0] == 0  # the CPU set has no such package
+    (checkout.bin / "cargo").symlink_to(shutil.which("sh"))
+    assert checkout.make(*gpu)[0] == 0
+
+
 def test_the_gpu_set_needs_a_compiler(checkout):
     (checkout.bin / "g++").unlink()
     code, said = checkout.make("environment", "SET=cuda")
