@@ -123,7 +123,7 @@ def rust() -> str | None:
         return None
     have, other = dotted(sys.version_info[:2]), dotted(NEWEST_WITHOUT_RUST)
     return (
-        f"the GPU set has a package without a wheel for Python {have}, which is built in Rust, and cargo is missing: name "
+        f"the GPU set has a package without a wheel for Python {have}, built in Rust, and cargo is missing: name "
         f"another interpreter, for example make PYTHON=python{other} serve; with Rust installed pip tries to build it"
     )
 
