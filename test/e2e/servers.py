@@ -68,6 +68,7 @@ class Server:
         self.url = f"http://127.0.0.1:{command[command.index('--port') + 1]}"
         self.returncode: int | None = None
         self.free_at_start: int | None = None
+        self.headers: dict[str, str] = {}
         log.touch()
         whole = os.environ | ENVIRONMENT | dict(env)
         self.pid = parent.ask(start=command, env=whole, own=dict(env), log=str(log))
@@ -120,7 +121,7 @@ class Server:
         self.wait(timeout=60)
 
     def post(self, path: str, **payload: Any) -> requests.Response:
-        return requests.post(f"{self.url}{path}", json=payload, timeout=REQUEST_TIMEOUT_S)
+        return requests.post(f"{self.url}{path}", json=payload, headers=self.headers, timeout=REQUEST_TIMEOUT_S)
 
     def generate(self, prompts: list[Any], parameters: Any, **fields: Any) -> list[dict[str, Any]]:
         """All prompts (texts, or lists of token ids) at once. parameters: of all, or a list, one of each."""
@@ -150,7 +151,7 @@ class Server:
         return load
 
     def fetch(self, path: str) -> Any:
-        response = requests.get(f"{self.url}{path}", timeout=REQUEST_TIMEOUT_S)
+        response = requests.get(f"{self.url}{path}", headers=self.headers, timeout=REQUEST_TIMEOUT_S)
         assert response.status_code == 200, response.text + self.log_tail()
         return response.json()
 
@@ -186,12 +187,13 @@ class Servers:
         self.ending: Server | None = None
         self.parents: dict[tuple, ForkServer] = {}
 
-    def get(self, arguments: Iterable[str], env: Mapping[str, str] = {}) -> Server:
-        """A server that answers; the one that runs if it is of this description."""
+    def get(self, arguments: Iterable[str], env: Mapping[str, str] = {}, *, key: str = "") -> Server:
+        """A server that answers; the one that runs if it is of this description. key: its API key, if it has one."""
         description = (tuple(arguments), tuple(sorted(env.items())))
         if description != self.description:
             self.retire()
             self.running = self.start(arguments, env)
+            self.running.headers = {"Authorization": f"Bearer {key}"} if key else {}
             self.running.wait_until_ready()
             self.running.free_at_start = self.running.free_slots()
             assert self.running.free_at_start == self.running.load()["max_total_num_tokens"]

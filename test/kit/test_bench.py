@@ -264,7 +264,7 @@ class TestVerb:
             url="", api="sglang", model="m", engine="sglang", max_model_len=context, num_draft_tokens=9, page_size=1,
             raw={"max_total_num_tokens": pool},
         )  # fmt: skip
-        got, beyond = choose_contexts(None, facts, ladder=DEFAULT_CONTEXTS, output_tokens=128)
+        got, beyond = choose_contexts(None, facts, DEFAULT_CONTEXTS, 128)
         assert [count / 1000 for count in got] == chosen and not beyond
 
     def test_a_plain_call_finds_nothing_amiss_on_a_server_that_ends_below_the_longest(self, scripted, cli):

@@ -133,6 +133,16 @@ class TestNvml:
         seen = [nvml.sample(at_s=at, gpus=[0, 1])[0].nvlink_rx_mb_s for at in (1.0, 1.5, 1.5, 3.5)]
         assert seen == [None, 2_000 * 1024 / 0.5 / 1e6, None, 2_000 * 1024 / 2 / 1e6]
 
+    def test_a_counter_that_a_slice_of_a_gpu_lacks(self):
+        nvml = Nvml(FakeNvml())
+
+        def power(handle):
+            raise FakeNvml.NVMLError("Not Supported")
+
+        nvml.module.nvmlDeviceGetPowerUsage = power
+        with pytest.raises(KitError, match="GPU 0, 1.*Not Supported.*whole GPUs"):
+            nvml.sample(at_s=0.0, gpus=[0, 1])
+
     def test_without_a_driver_the_message_says_so(self, cli_error, monkeypatch):
         import pynvml
 
@@ -157,7 +167,7 @@ class TestNvml:
 
 def arguments(**changes):
     defaults = dict(
-        watch=None, interval=0.005, gpus=None, model_config=None, kv_dtype="bf16", peak_bandwidth=None, csv=None,
+        watch=None, interval=0.005, gpus=None, model_config=None, kv_dtype=None, peak_bandwidth=None, csv=None,
         plot=None, url="http://x", api="sglang", model=None, api_key=None, timeout=600.0, context=300, text="prose",
         output_tokens=33,
     )  # fmt: skip
@@ -228,6 +238,12 @@ class TestVerb:
         samples = {phase: row["means"]["samples"] for phase, row in document["phases"].items()}
         assert samples.keys() == {"prefill", "decode"}
         assert samples["prefill"] >= 2 * 2 and samples["decode"] >= 4 * 2 * 2, "two GPUs, two samples for each message"
+
+    def test_the_servers_own_model_is_taken_where_it_lies_here(self, data, tmp_path):
+        (tmp_path / "config.json").write_text((data / "kimi_k2_6.json").read_text())
+        assert gpu.served_target({"model_path": str(tmp_path)}).num_layers == 61
+        for elsewhere in ({}, {"model_path": "moonshotai/Kimi-K2.6"}, {"model_path": str(tmp_path / "none")}):
+            assert gpu.served_target(elsewhere) is None
 
     def test_samples_are_told_apart_by_the_first_token(self):
         reply = Reply(

@@ -115,7 +115,7 @@ def running(servers, tmp_path_factory):
         "KIT_DISTURB": str(folder / "disturb"),
         "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR": str(folder / "experts"),
     }
-    return Running(url=servers.get(flags, its_own).url, folder=folder)
+    return Running(url=servers.get(flags, its_own, key=KEY).url, folder=folder)
 
 
 @pytest.fixture

@@ -16,49 +16,20 @@ from sglang.kdtree.errors import EXIT_UNUSABLE, KitError
 from sglang.kdtree.optional import require
 from sglang.kdtree.result import Result, dump_json, write_json
 
-# verb -> (module, one line for --help)
+# verb -> one line for --help
 VERBS = {
-    ("doctor",): (
-        "sglang.kdtree.doctor.verb",
-        "check this machine and this installation",
-    ),
-    ("plan",): (
-        "sglang.kdtree.plan.verb",
-        "memory arithmetic and launch command for a model and a machine",
-    ),
-    ("bench", "longctx"): (
-        "sglang.kdtree.bench.longctx",
-        "decode speed against context length, streaming",
-    ),
-    ("bench", "compare"): (
-        "sglang.kdtree.bench.compare",
-        "two longctx results side by side",
-    ),
-    ("bench", "throughput"): (
-        "sglang.kdtree.bench.throughput",
-        "hand over to SGLang's own serving benchmark",
-    ),
-    ("probe", "commit-length"): (
-        "sglang.kdtree.probe.commit_length",
-        "accept length against context, with a verdict",
-    ),
-    ("probe", "gpu"): (
-        "sglang.kdtree.probe.gpu",
-        "what limits the GPU while it decodes",
-    ),
-    ("probe", "moe"): (
-        "sglang.kdtree.probe.moe",
-        "expert imbalance between ranks, and what would mend it",
-    ),
-    ("probe", "verify"): (
-        "sglang.kdtree.probe.verify",
-        "compare the tree-verify kernel with its reference",
-    ),
-    ("schema",): (
-        "sglang.kdtree.schemas",
-        "print the JSON schema of a verb's --json output",
-    ),
+    ("doctor",): "check this machine and this installation",
+    ("plan",): "memory arithmetic and launch command for a model and a machine",
+    ("bench", "longctx"): "decode speed against context length, streaming",
+    ("bench", "compare"): "two longctx results side by side",
+    ("bench", "throughput"): "hand over to SGLang's own serving benchmark",
+    ("probe", "commit-length"): "accept length against context, with a verdict",
+    ("probe", "gpu"): "what limits the GPU while it decodes",
+    ("probe", "moe"): "expert imbalance between ranks, and what would mend it",
+    ("probe", "verify"): "compare the tree-verify kernel with its reference",
+    ("schema",): "print the JSON schema of a verb's --json output",
 }
+ALONE = {"doctor": "doctor.verb", "plan": "plan.verb", "schema": "schemas"}
 GROUP_HELP = {
     "bench": "measure a running server",
     "probe": "look into a running server or its recordings",
@@ -78,10 +49,11 @@ def build_parser() -> Parser:
         groups[name] = group.add_subparsers(
             dest="sub_verb", metavar="WHAT", required=True
         )
-    for path, (module_name, help_text) in VERBS.items():
+    for path, help_text in VERBS.items():
         parent = groups[path[0]] if len(path) == 2 else top
         verb_parser = parent.add_parser(path[-1], help=help_text, description=help_text)
-        module = importlib.import_module(module_name)
+        name = ALONE.get(path[0], ".".join(path).replace("-", "_"))
+        module = importlib.import_module(f"sglang.kdtree.{name}")
         module.add_arguments(verb_parser)
         verb_parser.add_argument(
             "--json",

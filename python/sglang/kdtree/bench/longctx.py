@@ -77,10 +77,8 @@ def add_contexts_argument(parser, ladder: Sequence[int]) -> None:
 def choose_contexts(
     asked: Sequence[int] | None,
     facts: ServerFacts,
-    *,
     ladder: Sequence[int],
     output_tokens: int,
-    argument: str = "--contexts",
 ) -> tuple[list[int], list[int]]:
     """-> (contexts that the server can hold, those that it cannot). Not asked for any: of the ladder, as far
     as they fit, with the longest that fits up to the ladder's end.
@@ -95,12 +93,18 @@ def choose_contexts(
     fits = [context for context in asked if room is None or context <= room]
     if not fits:
         raise KitError(
-            what=argument,
+            what="--contexts" if len(ladder) > 1 else "--context",
             expected=f"at least one that leaves {output_tokens} tokens below what the server holds: {room} at most",
             got=",".join(map(str, asked)),
             remedy="Ask for shorter contexts or fewer --output-tokens.",
         )
     return fits, [context for context in asked if context not in fits]
+
+
+def choose_context(
+    asked: int | None, facts: ServerFacts, default: int, output_tokens: int
+) -> int:
+    return choose_contexts(asked and [asked], facts, [default], output_tokens)[0][0]
 
 
 def run(args: argparse.Namespace, console: Any) -> Result:
@@ -111,10 +115,7 @@ def run(args: argparse.Namespace, console: Any) -> Result:
     client = client_from(args, os.environ)
     facts = client.facts()
     contexts, beyond = choose_contexts(
-        args.contexts,
-        facts,
-        ladder=DEFAULT_CONTEXTS,
-        output_tokens=args.output_tokens,
+        args.contexts, facts, DEFAULT_CONTEXTS, args.output_tokens
     )
     rows = sweep(client, contexts, kinds, args, console)
     why = f"more than the {facts.room(args.output_tokens)} tokens that the server holds beside {args.output_tokens} of an answer"

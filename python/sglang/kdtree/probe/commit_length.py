@@ -87,10 +87,7 @@ def run(args: argparse.Namespace, console: Any) -> Result:
             remedy="Start it with --speculative-algorithm DDTREE and --speculative-draft-model-path DRAFT.",
         )
     measured, skipped = choose_contexts(
-        args.contexts,
-        facts,
-        ladder=DEFAULT_CONTEXTS,
-        output_tokens=args.output_tokens,
+        args.contexts, facts, DEFAULT_CONTEXTS, args.output_tokens
     )
     points = [
         point

@@ -16,11 +16,11 @@ import msgspec
 
 from sglang.kdtree.arguments import count
 from sglang.kdtree.bench.client import Reply, add_server_arguments, client_from
-from sglang.kdtree.bench.longctx import PromptMaker, choose_contexts
+from sglang.kdtree.bench.longctx import PromptMaker, choose_context
 from sglang.kdtree.bench.measure import measure
 from sglang.kdtree.bench.text import KINDS, load_source
 from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError, require_at_least
-from sglang.kdtree.model_shape import load_target
+from sglang.kdtree.model_shape import TargetShape, load_target
 from sglang.kdtree.optional import figure_module
 from sglang.kdtree.plan.kv_pool import ELEMENT_BYTES, target_cell_bytes
 from sglang.kdtree.probe.nvml import Nvml, Sample, open_nvml
@@ -78,9 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model-config",
         type=Path,
         metavar="PATH",
-        help="config.json of the target: adds the effective KV bandwidth",
+        help="config.json of the target, for the effective KV bandwidth (default: the server's, if it lies here)",
     )
-    add("--kv-dtype", choices=list(ELEMENT_BYTES), default="bf16")
+    add("--kv-dtype", choices=list(ELEMENT_BYTES), help="default: the server's")
     add(
         "--peak-bandwidth",
         type=float,
@@ -119,8 +119,11 @@ def run(
         )
         phases, reply = {"watch": samples}, None
     else:
-        samples, reply = sample_request(nvml, gpus, args, console, clock)
+        samples, reply, server = sample_request(nvml, gpus, args, console, clock)
         phases = split_phases(samples, reply)
+        target = target or served_target(server)
+        fp8 = "fp8" in str(server.get("kv_cache_dtype"))
+        args.kv_dtype = args.kv_dtype or ("fp8" if fp8 else "bf16")
     main_phase = "watch" if args.watch else "decode"
     if not phases[main_phase]:
         raise KitError(
@@ -130,13 +133,11 @@ def run(
             remedy="Lower --interval or ask for more --output-tokens.",
         )
     names = [nvml.names()[gpu] for gpu in gpus]
-    cell = target_cell_bytes(target, kv_dtype=args.kv_dtype) if target else None
-    data = report(phases, names, gpus, nvml.driver())
-    data["decode"] = (
-        decode_facts(reply, cell=cell, peak=args.peak_bandwidth or peak_of(names[0]))
-        if reply
-        else None
-    )
+    data = report(phases, names, gpus, nvml.driver()) | {"decode": None}
+    if reply:
+        cell = target_cell_bytes(target, kv_dtype=args.kv_dtype) if target else None
+        peak = args.peak_bandwidth or peak_of(names[0])
+        data["decode"] = decode_facts(reply, cell=cell, peak=peak)
     if args.csv:
         write_csv(args.csv, samples)
     if args.plot:
@@ -184,17 +185,23 @@ def watch(
     return samples
 
 
-def sample_request(nvml, gpus, args, console, clock) -> tuple[list[Sample], Reply]:
-    """Run one streamed request in a thread and sample until it ends."""
+def served_target(server: dict[str, Any]) -> TargetShape | None:
+    """Of the model that the server names, if it lies here and can be planned."""
+    folder = Path(server.get("model_path") or "")
+    try:
+        return load_target(folder) if folder.is_absolute() else None
+    except KitError:
+        return None
+
+
+def sample_request(
+    nvml, gpus, args, console, clock
+) -> tuple[list[Sample], Reply, dict[str, Any]]:
+    """Run one streamed request in a thread and sample until it ends; also what the server says of itself."""
     client = client_from(args, os.environ)
     client.clock = clock
-    (context,), _ = choose_contexts(
-        args.context and [args.context],
-        client.facts(),
-        ladder=[DEFAULT_CONTEXT],
-        output_tokens=args.output_tokens,
-        argument="--context",
-    )
+    facts = client.facts()
+    context = choose_context(args.context, facts, DEFAULT_CONTEXT, args.output_tokens)
     prompts = PromptMaker(
         client, load_source(args.text), seed=0, run=os.urandom(8).hex()
     )
@@ -216,7 +223,7 @@ def sample_request(nvml, gpus, args, console, clock) -> tuple[list[Sample], Repl
     )
     if "error" in outcome:
         raise outcome["error"]
-    return samples, outcome["reply"]
+    return samples, outcome["reply"], facts.raw
 
 
 def split_phases(samples: Sequence[Sample], reply: Reply) -> dict[str, list[Sample]]:

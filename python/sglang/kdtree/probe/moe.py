@@ -13,7 +13,7 @@ import numpy as np
 
 from sglang.kdtree.arguments import count
 from sglang.kdtree.bench.client import Client, add_server_arguments, client_from
-from sglang.kdtree.bench.longctx import PromptMaker, choose_contexts
+from sglang.kdtree.bench.longctx import PromptMaker, choose_context
 from sglang.kdtree.bench.text import load_source
 from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError, require_at_least
 from sglang.kdtree.model_shape import load_target
@@ -217,13 +217,7 @@ RECORDER = (
 def record(client: Client, folder: Path, args, console) -> list[Path]:
     """Record one request's decode, without its prefill; returns the new files, one or one a rank."""
     facts = client.facts()
-    (context,), _ = choose_contexts(
-        args.context and [args.context],
-        facts,
-        ladder=[DEFAULT_CONTEXT],
-        output_tokens=args.output_tokens,
-        argument="--context",
-    )
+    context = choose_context(args.context, facts, DEFAULT_CONTEXT, args.output_tokens)
     mode = facts.raw.get("expert_distribution_recorder_mode")
     if not mode:  # such a server ends when it is asked to record
         raise KitError(

@@ -52,7 +52,15 @@ class Nvml:
         return _text(self.module.nvmlSystemGetDriverVersion())
 
     def sample(self, *, at_s: float, gpus: list[int]) -> list[Sample]:
-        return [self._one(at_s, gpu) for gpu in gpus]
+        try:
+            return [self._one(at_s, gpu) for gpu in gpus]
+        except self.module.NVMLError as error:
+            raise KitError(
+                what=f"NVML's counters of GPU {', '.join(map(str, gpus))}",
+                expected="utilisation, power, clocks and memory",
+                got=str(error),
+                remedy="A slice of a GPU (MIG, vGPU) has none: give whole GPUs with --gpus.",
+            ) from error
 
     def _one(self, at_s: float, gpu: int) -> Sample:
         module, handle = self.module, self.handles[gpu]

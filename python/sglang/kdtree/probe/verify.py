@@ -198,10 +198,7 @@ def online(args: argparse.Namespace, console: Any) -> Result:
 def generate(client: Client, facts: ServerFacts, args, console: Any) -> int:
     """Send prompts of every length and kind, round after round, until enough verify steps ran."""
     contexts, _ = choose_contexts(
-        args.contexts,
-        facts,
-        ladder=DEFAULT_CONTEXTS,
-        output_tokens=args.output_tokens,
+        args.contexts, facts, DEFAULT_CONTEXTS, args.output_tokens
     )
     steps = 0
     while steps < args.steps:

@@ -16,7 +16,7 @@ from sglang.test.test_utils import CustomTestCase
 class TestCli(CustomTestCase):
     def test_every_verb_has_help_and_can_answer_in_json(self):
         parser = build_parser()
-        for verb, (_, summary) in VERBS.items():
+        for verb, summary in VERBS.items():
             with self.subTest(verb=verb):
                 out = io.StringIO()
                 with (
