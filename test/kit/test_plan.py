@@ -225,6 +225,15 @@ class TestTwoPools:
 
 
 class TestBuffers:
+    def test_activations_are_scaled_by_the_models_width(self, cli, data, tmp_path):
+        config = json.loads((data / "deepseek_v3.json").read_text()) | {"hidden_size": 3584}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        sizes = [
+            cli("plan", "--model", model, "--context", "1k")[1]["late_allocations"]["prefill activations"]
+            for model in (data / "kimi_k2_6.json", data / "deepseek_v3.json", tmp_path)
+        ]
+        assert sizes == [4096 * 1_150_000, 4096 * 1_150_000, 4096 * 575_000]
+
     def test_kdtree_is_small_where_the_stock_backend_is_not(self):
         shape = dict(batch=48, context=131_072, tree_size=64, heads=16)
         ours = buffers.kdtree_buffer_bytes(**shape, page_size=1)

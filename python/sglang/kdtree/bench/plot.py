@@ -16,11 +16,9 @@ def plot_runs(documents: Sequence[dict[str, Any]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
     for index, document in enumerate(documents):
-        label = (
-            document["label"]
-            or document["server"]["attention_backend"]
-            or f"run {index + 1}"
-        )
+        label = document["label"] or document["server"]["attention_backend"] or "run"
+        if len(documents) > 1:  # as compare's table calls them
+            label = f"{'AB'[index]}: {label}"
         for kind in document["settings"]["texts"]:
             rows = sorted(
                 (r for r in document["rows"] if r["text"] == kind),

@@ -9,7 +9,8 @@ GRAPH_BYTES_PER_REQUEST = 2 << 20
 # chunks of 4096 tokens ran with --mem-fraction-static 0.93 and ran out of memory with 0.94, which
 # leaves 5.06 and 4.07 GB for them (layer-scaled accounting, Triton buffers) and so brackets 0.99 to
 # 1.24 MB. SGLang's own heuristic for a default fraction takes 1.57 MB.
-ACTIVATION_BYTES_PER_CHUNK_TOKEN = 1_150_000
+# Scaled to other models by their width.
+ACTIVATION_BYTES_PER_CHUNK_TOKEN, CALIBRATED_HIDDEN = 1_150_000, 7168
 SMS = 188  # RTX PRO 6000; the RTX 5090 has 170, the H200 132
 # kdtree_sm120's own limits (sgl_kernel_sm120.attention).
 MAX_BATCH, MAX_TREE = 256, 128
@@ -87,8 +88,8 @@ def triton_buffer_bytes(*, batch: int, context: int, tree_size: int, heads: int)
     return scratch + indices + mask
 
 
-def activation_bytes(*, chunk: int) -> int:
-    return chunk * ACTIVATION_BYTES_PER_CHUNK_TOKEN
+def activation_bytes(*, chunk: int, hidden: int) -> int:
+    return chunk * hidden * ACTIVATION_BYTES_PER_CHUNK_TOKEN // CALIBRATED_HIDDEN
 
 
 def graph_bytes(*, batch: int) -> int:

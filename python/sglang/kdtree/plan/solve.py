@@ -240,7 +240,9 @@ def late_allocations(wish: Wish) -> dict[str, int]:
     else:
         backend = buffers.kdtree_buffer_bytes(**shape, page_size=wish.page_size)
     return {
-        "prefill activations": buffers.activation_bytes(chunk=wish.chunk),
+        "prefill activations": buffers.activation_bytes(
+            chunk=wish.chunk, hidden=wish.target.hidden
+        ),
         f"{wish.backend} graph and mask buffers": backend,
         "CUDA graphs": buffers.graph_bytes(batch=batch),
         "req_to_token": buffers.row_table_bytes(

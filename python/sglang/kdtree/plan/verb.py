@@ -12,7 +12,7 @@ import msgspec
 from sglang.kdtree.arguments import count
 from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError, require_at_least
 from sglang.kdtree.model_shape import NAMED_QUANTISATION, load_drafter, load_target
-from sglang.kdtree.plan import buffers, calibrate, kv_pool, machine, weights
+from sglang.kdtree.plan import calibrate, kv_pool, machine, weights
 from sglang.kdtree.plan.command import ENVIRONMENT, launch_flags, shell_command
 from sglang.kdtree.plan.solve import (
     OUT_OF_MEMORY_FRACTION,
@@ -307,9 +307,9 @@ def assumptions(wish: Wish, static: Static) -> list[dict[str, str]]:
             f"{kv_pool.CHARGED_BY[wish.accounting.name]} (--accounting)",
         ),
         (
-            f"{buffers.ACTIVATION_BYTES_PER_CHUNK_TOKEN / 1e6:.2f} MB of activations a token of a prefill chunk",
+            f"{static.late['prefill activations'] / wish.chunk / 1e6:.2f} MB of activations a token of a prefill chunk",
             "calibrated",
-            "on 8 x RTX PRO 6000 with Kimi K2.6, 0.93 ran and 0.94 ran out of memory",
+            "on 8 x RTX PRO 6000 with Kimi K2.6, 0.93 ran and 0.94 ran out of memory; scaled by the model's width",
         ),
         (
             "library workspaces and allocator rounding",
