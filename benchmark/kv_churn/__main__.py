@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m kv_churn: replay requests against each allocator, side by side."""
+"""python -m kv_churn: replay requests against each allocator, side by side.
+
+``--ranks`` are data-parallel ranks: each is a process with a pool and a prefix cache of
+its own, and requests go to them in turn.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,8 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -54,6 +59,7 @@ def header(args: argparse.Namespace) -> dict:
             "torch": metadata.version("torch"),
             "sglang": metadata.version("sglang"),
         },
+        "ranks": args.ranks,
         "pool_tokens": args.pool_tokens,
         "max_running": args.max_running,
         "bytes_per_slot": BYTES_PER_SLOT,
@@ -69,10 +75,12 @@ def trace_of(name: str, requests: int, args: argparse.Namespace) -> Iterator[Tra
             steps_per_second=args.steps_per_second,
             limit=requests,
         )
-    return synthetic(MIXES[name], count=requests, max_running=args.max_running, seed=args.seed)
+    max_running = args.ranks * args.max_running
+    return synthetic(MIXES[name], count=requests, max_running=max_running, seed=args.seed)
 
 
-def replay(name: str, requests: int, mode: str, args: argparse.Namespace) -> Outcome:
+def replay(name: str, requests: int, mode: str, rank: int, args: argparse.Namespace) -> Outcome:
+    """What one rank does with its requests."""
     return Replay(
         mode,
         pool_tokens=args.pool_tokens,
@@ -80,11 +88,7 @@ def replay(name: str, requests: int, mode: str, args: argparse.Namespace) -> Out
         context=args.context,
         budget_bytes=parse_size(args.copy_budget),
         tree_core=args.tree_core,
-    ).run(trace_of(name, requests, args))
-
-
-def _replay(arm: tuple) -> Outcome:
-    return replay(*arm)
+    ).run(itertools.islice(trace_of(name, requests, args), rank, None, args.ranks))
 
 
 def dumps(result: dict) -> str:
@@ -93,38 +97,45 @@ def dumps(result: dict) -> str:
     return re.sub(r'\[([^][{}"]+)\]', lambda numbers: f"[{' '.join(numbers[1].split())}]", text)
 
 
-def summary(mix: str, mode: str, outcome: Outcome) -> dict:
-    series = outcome.series
-    # The first fifth fills the pool.
-    settled = slice(len(series.step) // 5, None)
+def summary(mix: str, mode: str, outcomes: Sequence[Outcome], wall_seconds: float) -> dict:
+    """``outcomes`` are those of the ranks. Counts and CPU times are sums over them, and
+    contiguity is their mean; ``wall_seconds`` is from the first request made to the last one
+    checked, of all ranks."""
 
-    def mean(values: list) -> float:
-        values = values[settled]
-        return round(sum(values) / max(len(values), 1), 4)
+    def total(field: str) -> float:
+        return sum(getattr(outcome, field) for outcome in outcomes)
 
-    us = 1e6 / max(outcome.steps, 1)
+    def mean(field: str) -> float:
+        means = []
+        for outcome in outcomes:
+            values = getattr(outcome.series, field)
+            values = values[len(values) // 5 :]  # The first fifth fills the pool.
+            means.append(sum(values) / max(len(values), 1))
+        return round(sum(means) / len(means), 4)
+
+    us = 1e6 / max(total("steps"), 1)
     return {
         "mix": mix,
         "mode": mode,
-        "requests": outcome.requests,
-        "steps": outcome.steps,
-        "runs_per_request": mean(series.runs_per_request),
-        "runs_per_1k_tokens": mean(series.runs_per_1k_tokens),
-        "longest_run": mean(series.longest_run),
-        "contiguous_block_share": mean(series.block_share),
-        "cached_share": round(outcome.cached_tokens / outcome.prompt_tokens, 4),
-        "retractions": outcome.retractions,
-        "bytes_moved": outcome.bytes_moved,
+        "requests": total("requests"),
+        "steps": total("steps"),
+        "runs_per_request": mean("runs_per_request"),
+        "runs_per_1k_tokens": mean("runs_per_1k_tokens"),
+        "longest_run": mean("longest_run"),
+        "contiguous_block_share": mean("block_share"),
+        "cached_share": round(total("cached_tokens") / total("prompt_tokens"), 4),
+        "retractions": total("retractions"),
+        "bytes_moved": total("bytes_moved"),
         "slots_moved_per_generated_token": round(
-            outcome.bytes_moved / BYTES_PER_SLOT / max(outcome.generated_tokens, 1), 3
+            total("bytes_moved") / BYTES_PER_SLOT / max(total("generated_tokens"), 1), 3
         ),
-        "max_bytes_in_a_step": outcome.max_bytes_in_a_step,
-        "cpu_us_per_step": round(outcome.cpu_seconds * us, 1),
-        "defrag_cpu_us_per_step": round(outcome.defrag_cpu_seconds * us, 1),
-        "cpu_seconds": round(outcome.cpu_seconds, 2),
-        "wall_seconds": round(outcome.seconds, 2),
-        "trace_cpu_seconds": round(outcome.trace_cpu_seconds, 2),
-        "load_average": outcome.load_average,
+        "max_bytes_in_a_step": max(outcome.max_bytes_in_a_step for outcome in outcomes),
+        "cpu_us_per_step": round(total("cpu_seconds") * us, 1),
+        "defrag_cpu_us_per_step": round(total("defrag_cpu_seconds") * us, 1),
+        "cpu_seconds": round(total("cpu_seconds"), 2),
+        "wall_seconds": round(wall_seconds, 2),
+        "trace_cpu_seconds": round(total("trace_cpu_seconds"), 2),
+        "load_average": [round(load, 1) for load in os.getloadavg()],
     }
 
 
@@ -138,10 +149,10 @@ def main() -> None:
     parser.add_argument(
         "--requests", type=int, nargs="+", default=[100_000], help="of all mixes, or a number for each --mix"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="replays at once, each in a process")
+    parser.add_argument("--ranks", type=int, default=1, help="data-parallel, each in a process")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--pool-tokens", type=int, default=32768)
-    parser.add_argument("--max-running", type=int, default=48)
+    parser.add_argument("--pool-tokens", type=int, default=32768, help="of a rank")
+    parser.add_argument("--max-running", type=int, default=48, help="requests of a rank")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--copy-budget", default="64M")
     parser.add_argument("--tree-core", choices=["rust", "python"], default="rust")
@@ -160,10 +171,11 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
-    arms = [(name, count, mode, args) for (name, count), mode in itertools.product(zip(mixes, counts), args.mode)]
-    with multiprocessing.get_context("fork").Pool(args.jobs, maxtasksperchild=1) as pool:
-        for (name, _, mode, _), outcome in zip(arms, pool.imap(_replay, arms)):
-            row = summary(name, mode, outcome)
+    with multiprocessing.get_context("fork").Pool(args.ranks, maxtasksperchild=1) as pool:
+        for (name, count), mode in itertools.product(zip(mixes, counts), args.mode):
+            began = time.perf_counter()
+            outcomes = pool.starmap(replay, [(name, count, mode, rank, args) for rank in range(args.ranks)], 1)
+            row = summary(name, mode, outcomes, time.perf_counter() - began)
             print(
                 f"{name:12} {mode:10} {row['runs_per_1k_tokens']:7.1f} runs/1k tokens  "
                 f"longest {row['longest_run']:6.0f}  "
@@ -174,7 +186,7 @@ def main() -> None:
                 flush=True,
             )
             result["results"].append(row)
-            result["series"].append({"mix": name, "mode": mode, **dataclasses.asdict(outcome.series)})
+            result["series"].append({"mix": name, "mode": mode, **dataclasses.asdict(outcomes[0].series)})
     result["alloc_free_pair"] = measure_all()
     for row in result["alloc_free_pair"]:
         print(row)

@@ -12,7 +12,6 @@ rows and slots this small, most of the time of a torch call is the call.
 
 from __future__ import annotations
 
-import os
 import time
 from array import array
 from collections import deque
@@ -53,7 +52,7 @@ BYTES_PER_SLOT = 61 * 576 * 2
 # Share of the tokens still to be generated that admission keeps room for.
 PROMISE = 0.7
 PREFILL_TOKENS = 8192
-_MIX = np.uint64(0x9E3779B97F4A7C15)
+_MIX, _ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(1)
 _SAMPLING = SamplingParams()
 
 
@@ -62,25 +61,24 @@ MADE_AHEAD = 512
 
 
 class Stopwatch:
-    """Wall clock and CPU time of this process, in seconds, of what runs inside ``with``."""
+    """CPU time of this process, in seconds, of what runs inside ``with``."""
 
     def __init__(self):
-        self.wall = self.cpu = 0.0
+        self.seconds = 0.0
 
     def __enter__(self) -> Stopwatch:
-        self.wall -= time.perf_counter()
-        self.cpu -= time.process_time()
+        self.seconds -= time.process_time()
         return self
 
     def __exit__(self, *error) -> None:
-        self.wall += time.perf_counter()
-        self.cpu += time.process_time()
+        self.seconds += time.process_time()
 
 
 def fingerprints(tokens: array) -> np.ndarray:
     """One number per position, of all tokens up to it."""
-    values = np.frombuffer(tokens, dtype=np.uint64) * _MIX + np.uint64(1)
-    return np.cumsum(values, dtype=np.uint64).view(np.int64)
+    values = np.frombuffer(tokens, dtype=np.uint64) * _MIX
+    values += _ONE
+    return values.cumsum().view(np.int64)
 
 
 class FingerprintPool:
@@ -124,10 +122,8 @@ class Totals:
 @dataclass
 class Outcome(Totals):
     steps: int = 0
-    seconds: float = 0.0  # Without making the trace.
-    cpu_seconds: float = 0.0  # Of this process, likewise: other load counts less.
+    cpu_seconds: float = 0.0  # Of this process, without making the trace.
     trace_cpu_seconds: float = 0.0  # What making the trace took besides.
-    load_average: list[float] = field(default_factory=list)  # Of the machine, at the end.
     bytes_moved: int = 0
     max_bytes_in_a_step: int = 0
     series: Series = field(default_factory=Series)
@@ -140,7 +136,7 @@ class _Work:
     brought up to date when somebody looks at it.
     """
 
-    __slots__ = ("req", "answer", "prints", "seen", "ends", "grown")
+    __slots__ = ("req", "answer", "prints", "seen", "ends", "place")
 
     def __init__(self, index: int, trace: TraceRequest):
         self.req = Req(str(index), "", trace.prompt, _SAMPLING)
@@ -148,7 +144,7 @@ class _Work:
         self.prints = fingerprints(trace.prompt + trace.answer)
         self.seen = 0  # Decode steps of the replay that ``req`` knows of.
         self.ends = 0  # The decode step that gives it its last token.
-        self.grown = 0  # Its length is this much more than the decode steps so far.
+        self.place = 0  # In ``Replay.places``, less the decode steps so far: its next token.
 
     def remaining(self) -> int:
         """Tokens to come, of a request that is up to date."""
@@ -186,6 +182,8 @@ class Replay:
         else:
             self.allocator = ContiguousTokenAllocator(*common)
         self.rows = ReqToTokenPool(max_running, context, "cpu", False)
+        # Upstream adds to the one or two entries of a prefill: of numpy's that takes 1 us, of torch's 20.
+        self.rows.req_generation = self.rows.req_generation.numpy()
         self.tree = UnifiedRadixCache(
             CacheInitParams(
                 disable=False,
@@ -200,10 +198,7 @@ class Replay:
         self.sample_every = sample_every
         self.waiting: deque[_Work] = deque()
         self.running: list[_Work] = []
-        # Of the running requests, in their order: int64 [3, n], the row of each, the step
-        # that ends it, and its length less the steps so far.
         self.running_reqs: list[Req] = []
-        self.columns = np.empty((3, 0), dtype=np.int64)
         self.table = self.rows.req_to_token.numpy()  # Views: int32 [rows, context], and flat.
         self.places = self.table.reshape(-1)
         self.prints = np.zeros(self.table.shape, dtype=np.int64)  # Of all tokens of the requests in the rows.
@@ -211,7 +206,6 @@ class Replay:
         self.next_at = np.empty(0, dtype=np.int64)  # In ``places``: the next token of each.
         self.decoded = 0  # Decode steps so far.
         self.next_end = 0  # The step that ends one of the running requests.
-        self.ends_total = 0  # The sum of the steps that end them.
         self.metrics = DefragMetrics(None)
         self.defragmenter = self._build_defragmenter(mode, budget_bytes)
         self.defragments = not isinstance(self.defragmenter, NoDefragmenter)
@@ -248,10 +242,8 @@ class Replay:
         return Outcome(
             **asdict(total),
             steps=step,
-            seconds=whole.wall - making.wall,
-            cpu_seconds=whole.cpu - making.cpu,
-            trace_cpu_seconds=making.cpu,
-            load_average=[round(load, 1) for load in os.getloadavg()],
+            cpu_seconds=whole.seconds - making.seconds,
+            trace_cpu_seconds=making.seconds,
             bytes_moved=self.metrics.bytes_moved_total,
             max_bytes_in_a_step=largest,
             series=series,
@@ -287,9 +279,7 @@ class Replay:
                 total.defrag_cpu_seconds += time.process_time() - began
                 largest = max(largest, self.metrics.bytes_moved_total - moved)
             if admitted:
-                new = [(work.req.kv.req_pool_idx, work.ends, work.grown) for work in admitted]
-                columns = np.concatenate([self.columns, np.array(new, dtype=np.int64).T], axis=1)
-                self._set_running(self.running + admitted, columns)
+                self._set_running(self.running + admitted)
             if self.running and step % self.sample_every == 0:
                 self._sample(series, step)
             step += 1
@@ -306,7 +296,7 @@ class Replay:
         if not self.waiting or len(self.running) >= self.max_running:
             return []
         self.allocator.create_prefill_budget(self.tree)
-        promised = (self.ends_total - self.decoded * len(self.running)) * PROMISE
+        promised = (sum([work.ends for work in self.running]) - self.decoded * len(self.running)) * PROMISE
         batch, need = [], 0
         while self.waiting and len(self.running) + len(batch) < self.max_running:
             work = self.waiting[0]
@@ -351,7 +341,7 @@ class Replay:
             work.answer_one()
             work.seen = self.decoded
             work.ends = self.decoded + work.remaining()
-            work.grown = end - self.decoded
+            work.place = index * self.table.shape[1] + end - self.decoded
         return self._finish(batch)
 
     def _decode(self) -> None:
@@ -368,7 +358,7 @@ class Replay:
         self.decoded += 1
         self.total.generated_tokens += len(self.running)
         if self.decoded >= self.next_end:
-            self._set_running(self._finish(self.running), self.columns[:, self.columns[1] > self.decoded])
+            self._set_running(self._finish(self.running))
 
     def _finish(self, batch: list[_Work]) -> list[_Work]:
         """Release the requests that have their last token; the others are returned."""
@@ -392,15 +382,14 @@ class Replay:
         work.req.reset_for_retract()
         self.waiting.appendleft(work)
         self.total.retractions += 1
-        self._set_running(self.running[:-1], self.columns[:, :-1])
+        self._set_running(self.running[:-1])
 
-    def _set_running(self, running: list[_Work], columns: np.ndarray) -> None:
-        self.running, self.columns = running, columns
+    def _set_running(self, running: list[_Work]) -> None:
+        self.running = running
         self.running_reqs = [work.req for work in running]
-        rows, ends, grown = columns
-        self.ends_total = int(ends.sum())
-        self.next_end = int(ends.min()) if running else 0
-        self.next_at = rows * self.table.shape[1] + grown + self.decoded
+        self.next_end = min([work.ends for work in running], default=0)
+        self.next_at = np.array([work.place for work in running], dtype=np.int64)
+        self.next_at += self.decoded
 
     def _up_to_date(self) -> list[Req]:
         for work in self.running:
@@ -410,8 +399,8 @@ class Replay:
     # -- looking at it --
 
     def _sample(self, series: Series, step: int) -> None:
-        rows, _, grown = self.columns
-        now = measure(self.rows.req_to_token[torch.from_numpy(rows)], torch.from_numpy(grown + self.decoded))
+        rows, lengths = np.divmod(self.next_at, self.table.shape[1])
+        now = measure(self.rows.req_to_token[torch.from_numpy(rows)], torch.from_numpy(lengths))
         series.step.append(step)
         series.runs_per_request.append(round(now.runs_per_request, 2))
         series.runs_per_1k_tokens.append(round(now.runs_per_1k_tokens, 2))
@@ -423,7 +412,7 @@ class Replay:
     def _check_content(self, work: _Work) -> None:
         length = work.req.kv.kv_committed_len
         slots = self.table[work.req.kv.req_pool_idx, :length]
-        if (self.pool.content[slots] != work.prints[:length]).any():
+        if self.pool.content.take(slots).tobytes() != work.prints[:length].tobytes():
             raise AssertionError(f"request {work.req.rid} lost some of its KV")
 
     def _check_idle(self) -> None:

@@ -4,8 +4,10 @@ each allocator, and of a trace file, is a test of both."""
 
 import json
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 BENCHMARK = Path(__file__).parents[3] / "benchmark"
 
@@ -32,6 +34,42 @@ def test_every_request_finds_its_kv(mode, mix):
     assert outcome.cached_tokens > 0
     assert (outcome.bytes_moved > 0) == (mode == "tier1")
     assert outcome.max_bytes_in_a_step <= 8 << 20
+
+
+@pytest.fixture
+def one_thread():
+    """What a forked process of the command needs, which sets it for good."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_ranks_replay_the_requests_between_them(monkeypatch, tmp_path, one_thread):
+    """The command itself: each request once, whatever the number of ranks."""
+    from kv_churn import __main__ as command
+
+    # What it changes for the whole process, and what takes long.
+    for owner, name in [
+        (command.gc, "freeze"),
+        (command.gc, "set_threshold"),
+        (command, "get_context"),
+        (command, "ServerArgs"),
+    ]:
+        monkeypatch.setattr(owner, name, MagicMock())
+    monkeypatch.setattr(command, "measure_all", list)
+    results = []
+    for ranks in ("1", "2"):
+        out = tmp_path / f"{ranks}.json"
+        options = ["--ranks", ranks, "--requests", "61", "--max-running", "6", "--pool-tokens", "4096"]
+        arguments = ["kv_churn", *options, "--mix", "long-short", "--mode", "upstream", "tier1", "--out", str(out)]
+        monkeypatch.setattr(command.sys, "argv", arguments)
+        command.main()
+        results.append(json.loads(out.read_text()))
+    for result, ranks in zip(results, (1, 2), strict=True):
+        assert result["ranks"] == ranks
+        assert [row["requests"] for row in result["results"]] == [61, 61]
+        assert [row["bytes_moved"] > 0 for row in result["results"]] == [False, True]
+        assert all(row["cpu_seconds"] > 0 and row["wall_seconds"] > 0 for row in result["results"])
 
 
 def test_tier0_leaves_fewer_runs_than_upstream():
@@ -84,7 +122,6 @@ def test_a_mooncake_trace_shares_what_its_hashes_share(tmp_path):
 
 
 def test_contiguity_is_counted_right():
-    import torch
     from kv_churn.contiguity import measure
 
     rows = torch.zeros((2, 140), dtype=torch.int32)
