@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from srt.mem_cache.slot_model import build_allocator
 
+from sglang.srt.mem_cache.defrag import host_runs, slot_runs
+
 SIZE = 96
-EXAMPLES, CALLS = 60, 50
+EXAMPLES, CALLS = 35, 50
 anyone = st.integers(0, 99)
 
 
@@ -31,9 +33,12 @@ class Request:
 
 
 class Machine(RuleBasedStateMachine):
+    lists = host_runs
+
     def __init__(self):
         super().__init__()
         self.allocator = build_allocator(SIZE, 1)
+        self.allocator.runs._lists = self.lists
         self.requests = []
         self.created = 0
         self.owner = {}
@@ -160,5 +165,13 @@ class Machine(RuleBasedStateMachine):
         assert sorted([*free, *self.owner]) == list(range(1, SIZE + 1))
 
 
+class OnADevice(Machine):
+    lists = slot_runs
+
+
 class TestAnyOrderOfCalls(Machine.TestCase):
+    settings = settings(max_examples=EXAMPLES, stateful_step_count=CALLS, deadline=None)
+
+
+class TestAnyOrderOfCallsOnADevice(OnADevice.TestCase):
     settings = settings(max_examples=EXAMPLES, stateful_step_count=CALLS, deadline=None)
