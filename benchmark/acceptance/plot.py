@@ -76,7 +76,7 @@ def draw_engine(data: dict, path: Path) -> None:
         axis.set_xlabel("rows verified for a token")
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("tokens a verify step commits")
-    axes[0][0].legend(fontsize=6)
+    axes[0][-1].legend(fontsize=6, loc="center left", bbox_to_anchor=(1.01, 0.5))
     figure.suptitle("Small model of test/models in the Engine, one request at a time")
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from . import ROW_COSTS, WIDTHS
+from .arm import ARMS
 
 
 def markdown(columns: list[str], rows: list[list[str]]) -> str:
@@ -45,9 +46,9 @@ LABELS = {"dflash": "chain (DFLASH)", "chain": "chain (DDTREE)", "auto": "auto"}
 
 
 def engine_rows(data: dict, batch: int) -> dict[str, dict[tuple[str, str], dict]]:
-    """arm -> (temperature, kind) -> row, in the order of the file"""
+    """arm -> (temperature, kind) -> row, in the order of ARMS: the file has them as their Engines started"""
     found: dict[str, dict[tuple[str, str], dict]] = {}
-    for row in data["rows"]:
+    for row in sorted(data["rows"], key=lambda row: ARMS.index(row["arm"])):
         if row["batch"] == batch:
             found.setdefault(row["arm"], {})[row["temperature"], row["kind"]] = row
     return found
@@ -84,7 +85,7 @@ def engine_speeds(data: dict) -> str:
     columns = [(b, column) for b, rows in by_batch.items() for column in engine_columns(rows) if column[0] == "0"]
     lines = [
         [LABELS.get(arm, arm), *(speed_cell(by_batch[b].get(arm, {}).get(column)) for b, column in columns)]
-        for arm in dict.fromkeys(row["arm"] for row in data["rows"])
+        for arm in dict.fromkeys(arm for rows in by_batch.values() for arm in rows)
     ]
     return markdown(["tokens/s, x chain (DFLASH)", *(f"{kind}, {b} at once" for b, (_, kind) in columns)], lines)
 
