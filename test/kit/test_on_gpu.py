@@ -133,7 +133,8 @@ def test_probe_gpu(urls, verb, out):
     assert 0 < means["power_w"] <= 1.1 * means["power_limit_w"]
     decode = document["decode"]
     assert decode["context"] == pytest.approx(3000, rel=0.03) and decode["step_ms"] > 0
-    # The served model's own config.json, which lies here. One request's KV of 3 layers in less than a memory's speed: the arithmetic is of the right order.
+    # By the served model's own config.json, which lies here. One request's KV of 3 layers in less than a memory's
+    # speed: the arithmetic is of the right order.
     assert 0 < decode["effective_kv_gb_s"] < decode["peak_gb_s"]
     assert len((out / "gpu.csv").read_text().splitlines()) > means["samples"] and 0 < means["used_gb"] < 200
 
