@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m kv_churn: replay requests against each allocator, side by side.
 
-``--ranks`` are data-parallel ranks: each is a process with a pool and a prefix cache of
-its own, and requests go to them in turn.
+``--ranks`` are data-parallel ranks: each is a process with a pool, a prefix cache and a
+share of the requests of its own.
 """
 
 from __future__ import annotations
@@ -67,16 +67,18 @@ def header(args: argparse.Namespace) -> dict:
     }
 
 
-def trace_of(name: str, requests: int, args: argparse.Namespace) -> Iterator[TraceRequest]:
+def trace_of(name: str, requests: int, rank: int, args: argparse.Namespace) -> Iterator[TraceRequest]:
+    """The share of one rank: of a file each nth request, of a mix a stream of its own."""
     if args.trace is not None:
-        return mooncake(
+        trace = mooncake(
             args.trace,
             shrink=args.shrink,
             steps_per_second=args.steps_per_second,
             limit=requests,
         )
-    max_running = args.ranks * args.max_running
-    return synthetic(MIXES[name], count=requests, max_running=max_running, seed=args.seed)
+        return itertools.islice(trace, rank, None, args.ranks)
+    share = len(range(rank, requests, args.ranks))
+    return synthetic(MIXES[name], count=share, max_running=args.max_running, seed=(args.seed, rank))
 
 
 def replay(name: str, requests: int, mode: str, rank: int, args: argparse.Namespace) -> Outcome:
@@ -88,7 +90,7 @@ def replay(name: str, requests: int, mode: str, rank: int, args: argparse.Namesp
         context=args.context,
         budget_bytes=parse_size(args.copy_budget),
         tree_core=args.tree_core,
-    ).run(itertools.islice(trace_of(name, requests, args), rank, None, args.ranks))
+    ).run(trace_of(name, requests, rank, args))
 
 
 def dumps(result: dict) -> str:

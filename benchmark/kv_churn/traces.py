@@ -56,7 +56,7 @@ MIXES = {
 }
 
 
-def synthetic(mix: Mix, *, count: int, max_running: int, seed: int) -> Iterator[TraceRequest]:
+def synthetic(mix: Mix, *, count: int, max_running: int, seed: int | tuple[int, ...]) -> Iterator[TraceRequest]:
     rng = np.random.default_rng(seed)
     rate = mix.load * max_running / mix.answer_mean
     prefixes = rng.integers(1 << 40, size=(mix.num_prefixes, mix.shared_prefix))
