@@ -56,8 +56,8 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
         """
         pool = self.raw.get("max_total_num_tokens")
         reserve = 2 * (self.num_draft_tokens or 0) + (self.page_size or 1)
-        limits = [self.max_model_len, pool - reserve if pool else None]
-        known = [limit for limit in limits if limit]
+        limits = [self.max_model_len, pool - reserve if type(pool) is int else None]
+        known = [limit for limit in limits if type(limit) is int]
         return min(known) - output_tokens if known else None
 
     def public(self) -> dict[str, Any]:
