@@ -189,3 +189,4 @@ def test_it_fails_when_a_part_is_left_out(server, configuration, answers, part):
     assert all(ours != true for ours, true in zip(outputs, answers[HALVES[half]], strict=True))
     assert server.post("/flush_cache?timeout=600").status_code == 200  # wrong KV must not stay behind
     assert token_ids(ask(server, f"after {part}", half)) == answers[HALVES[half]]
+    server.assert_all_slots_are_back()

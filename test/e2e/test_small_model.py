@@ -2,7 +2,8 @@
 """The small model behind real servers: DDTREE gives what DFLASH and plain decoding give, and takes the verify steps
 that torch counted without a server.
 
-Servers, in this order: plain; DFLASH; DDTREE as `make serve` starts it; DDTREE with pages, a small pool and no overlap.
+Servers, in this order: plain; DFLASH; DDTREE as `make serve` starts it, but for the flag that seeds need; DDTREE with
+pages, a small pool and no overlap.
 What a request can ask for is asked of both DDTREE servers; test_oracle.py has the other two pairings of page size and
 overlap.
 """
