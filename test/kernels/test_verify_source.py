@@ -118,6 +118,18 @@ def test_matches_the_reference(library, name, num_sms):
     torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=2e-2)
 
 
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+def test_a_slow_warp_among_many_short_segments(library, kv):
+    """A score warp that comes late must find its own phase although the next segment's Q is scaled (fp8), too."""
+    case = Case("short", (5, 7, 3, 40, 0, 20, 90, 5), s_q=2, h_q=4, kv=kv)
+    for seed in range(10):
+        out, _, status, arguments = run(library, case, num_sms=3, seed=seed)
+        want = torch.empty_like(out)
+        mla_tree_verify_reference(**arguments, out=want)
+        assert status == 0
+        assert (out.double() - want.double()).norm() <= 4e-3 * want.double().norm()
+
+
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("kv", "s_q"), [("bf16", 9), ("fp8", 9), ("fp8", 1)])
 def test_blocks_with_several_long_segments(library, kv, s_q, seed):
