@@ -42,6 +42,9 @@ def install():
     from sglang.srt.layers.attention import kdtree_report, kdtree_verify
 
     kdtree_report.REPORT_INTERVAL = {REPORT_STEPS}
+    from sglang.srt.mem_cache.defrag import tier0
+
+    tier0.SURVEY_INTERVAL = {REPORT_STEPS} // 4  # published an interval later
     real = kdtree_verify.TreeVerifier.run
 
     def disturbed(self, step, q, kv_cache, layer, **options):
