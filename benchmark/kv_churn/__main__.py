@@ -8,6 +8,7 @@ share of the requests of its own.
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import datetime
 import gc
@@ -75,6 +76,7 @@ def trace_of(name: str, requests: int, rank: int, args: argparse.Namespace) -> I
             shrink=args.shrink,
             steps_per_second=args.steps_per_second,
             limit=requests,
+            context=args.context,
         )
         return itertools.islice(trace, rank, None, args.ranks)
     share = len(range(rank, requests, args.ranks))
@@ -165,6 +167,12 @@ def main() -> None:
     if len(args.requests) not in (1, len(mixes)):
         parser.error(f"--requests has {len(args.requests)} numbers for {len(mixes)} mixes")
     counts = args.requests * (1 if len(args.requests) > 1 else len(mixes))
+    try:
+        parse_size(args.copy_budget)
+        if args.trace:  # all of it, before a rank meets what is wrong in it
+            collections.deque(trace_of(mixes[0], counts[0], 0, args), maxlen=0)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     torch.set_num_threads(1)
     get_context().set_server_args(ServerArgs(model_path="none", device="cpu"))
 

@@ -90,26 +90,42 @@ def synthetic(mix: Mix, *, count: int, max_running: int, seed: int | tuple[int, 
         yield TraceRequest(now, prompt, answer)
 
 
-def mooncake(path: Path, *, shrink: int, steps_per_second: float, limit: int) -> Iterator[TraceRequest]:
+def mooncake(
+    path: Path, *, shrink: int, steps_per_second: float, limit: int, context: int | None = None
+) -> Iterator[TraceRequest]:
     """A trace in Mooncake's format, one JSON object a line: ``timestamp`` in ms,
     ``input_length``, ``output_length`` and ``hash_ids``, one per 512 tokens. Equal
-    ids are equal tokens. All lengths are divided by ``shrink``."""
+    ids are equal tokens. All lengths are divided by ``shrink``. ValueError: a line that
+    is no such object, or, so divided, longer than ``context``."""
+    if not 1 <= shrink <= MOONCAKE_BLOCK:
+        raise ValueError(f"--shrink: expected 1 to {MOONCAKE_BLOCK}, the tokens of a hash id; got {shrink}")
     block = MOONCAKE_BLOCK // shrink
     with open(path) as lines:
         for index, line in enumerate(lines):
             if index == limit:
                 return
-            entry = json.loads(line)
-            length = max(1, entry["input_length"] // shrink)
-            ids = np.asarray(entry["hash_ids"], dtype=np.int64)
+            try:
+                entry = json.loads(line)
+                at = entry["timestamp"] / 1000 * steps_per_second
+                length = max(1, entry["input_length"] // shrink)
+                size = max(2, entry["output_length"] // shrink)
+                ids = np.asarray(entry["hash_ids"], dtype=np.int64).reshape(-1)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{path}, line {index + 1}: expected an object with numbers timestamp, input_length, output_length "
+                    f"and a list hash_ids; got {line.strip()[:80]!r} ({error})"
+                ) from error
+            if context is not None and length + size > context:
+                raise ValueError(
+                    f"{path}, line {index + 1}: {length} + {size} tokens, --context is {context}: raise it, or --shrink"
+                )
             tokens = (ids[:, None] * block + np.arange(block)).reshape(-1)[:length]
             if len(tokens) < length:  # The tail of a prompt may have no id.
                 own = -(index + 2) * (1 << 20) - np.arange(length - len(tokens))
                 tokens = np.concatenate([tokens, own])
-            size = max(2, entry["output_length"] // shrink)
             answer = (1 << 50) + index * (1 << 20) + np.arange(size)
             yield TraceRequest(
-                entry["timestamp"] / 1000 * steps_per_second,
+                at,
                 array("q", tokens.tobytes()),
                 array("q", answer.astype(np.int64).tobytes()),
             )

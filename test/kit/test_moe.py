@@ -193,6 +193,9 @@ class TestRecordings:
             [{"records": [{"forward_pass_id": 0}]}],
             [{"records": [], "last_physical_to_logical_map": torch.arange(8)[None]}],
             [{"logical_count": torch.zeros(2, 1, 8)}],
+            [{"logical_count": torch.tensor([[[1, -1], [1, 1]]])}],
+            [{"logical_count": torch.full((2, 1, 8), float("nan"))}],
+            [{"logical_count": torch.full((2, 1, 8), 1 << 62)}],
         ],
     )
     def test_recordings_that_do_not_belong_together_or_are_empty(self, tmp_path, cli_error, documents):

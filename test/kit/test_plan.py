@@ -502,6 +502,14 @@ class TestBadInput:
             ({"quant_method": "fp8", "weight_block_size": "128x128"}, "weight_block_size"),
             ({"quant_method": "compressed-tensors"}, "config_groups"),
             ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {}}}}, "config_groups"),
+            (
+                {
+                    "quant_method": "compressed-tensors",
+                    "config_groups": {"a": {"weights": {"num_bits": 4}}},
+                    "ignore": 7,
+                },
+                "ignore",
+            ),
             ({"quant_method": 4}, "quant_method"),
         ],
     )

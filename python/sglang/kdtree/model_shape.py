@@ -234,7 +234,10 @@ def _compressed_tensors(config: dict, *, source: str) -> Quantisation:
         raise _unknown(source, "group_size", "an integer", group_size)
     kind = weights.get("type", "int")
     scale_bits = 8 if kind == "float" and bits == 4 else 16
-    ignored = [str(pattern) for pattern in config.get("ignore") or []]
+    ignored = config.get("ignore") or []
+    if not isinstance(ignored, list):
+        raise _unknown(source, "ignore", "a list of patterns", ignored)
+    ignored = [str(pattern) for pattern in ignored]
     return Quantisation(
         name=f"{kind}{bits}" + (f"-g{group_size}" if group_size > 0 else ""),
         bits=bits + (scale_bits / group_size if group_size > 0 else 0),

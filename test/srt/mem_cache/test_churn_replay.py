@@ -121,6 +121,25 @@ def test_a_mooncake_trace_shares_what_its_hashes_share(tmp_path):
     assert outcome.requests == 3
 
 
+@pytest.mark.parametrize(
+    ("line", "shrink", "message"),
+    [
+        ('{"timestamp": 0, "input', 4, "line 1: expected an object"),
+        ('{"timestamp": 0, "input_length": 5, "output_length": 5}', 4, "hash_ids"),
+        ('{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": ["a"]}', 4, "hash_ids"),
+        ('{"timestamp": 0, "input_length": 900, "output_length": 5, "hash_ids": [1, 2]}', 1, "--context is 600"),
+        ("{}", 1024, "--shrink: expected 1 to 512"),
+    ],
+)
+def test_a_bad_trace_is_named_by_its_line(tmp_path, line, shrink, message):
+    from kv_churn.traces import mooncake
+
+    path = tmp_path / "trace.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(ValueError, match=message):
+        list(mooncake(path, shrink=shrink, steps_per_second=1, limit=9, context=600))
+
+
 def test_contiguity_is_counted_right():
     from kv_churn.contiguity import measure
 

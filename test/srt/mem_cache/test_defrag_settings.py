@@ -3,6 +3,7 @@
 
 import logging
 
+import prometheus_client
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from sglang.srt.mem_cache.allocator.contiguous import (
     ContiguousPagedAllocator,
     ContiguousTokenAllocator,
 )
+from sglang.srt.mem_cache.defrag.metrics import DefragMetrics
 from sglang.srt.mem_cache.defrag.settings import parse_size, select_allocator
 from sglang.srt.runtime_context import (
     get_disagg,
@@ -22,6 +24,7 @@ from sglang.srt.runtime_context import (
     get_parallel,
     get_serving,
 )
+from sglang.srt.server_args import prepare_server_args
 
 
 @pytest.mark.parametrize(
@@ -44,6 +47,21 @@ def test_human_sizes(text, size):
 def test_sizes_that_are_none(text):
     with pytest.raises(ValueError, match="--kv-defrag-copy-budget.*64M"):
         parse_size(text)
+
+
+def test_a_bad_budget_ends_the_command_line(capsys):
+    """Before any weights are loaded, and in every tier."""
+    with pytest.raises(SystemExit):
+        prepare_server_args(["--model-path", "none", "--kv-defrag-copy-budget", "64Q"])
+    assert "'64Q' is not a size" in capsys.readouterr().err
+
+
+def test_counters_are_there_before_the_first_move():
+    registry = prometheus_client.REGISTRY
+    labels = {"tp_rank": "test_counters"}
+    DefragMetrics(labels)
+    for name in ("sglang:kv_defrag_runs_total", "sglang:kv_defrag_bytes_moved_total"):
+        assert registry.get_sample_value(name, labels) == 0
 
 
 def upstream(page_size=1):

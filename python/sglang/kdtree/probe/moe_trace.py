@@ -38,7 +38,9 @@ def routed(tokens: np.ndarray, *, source: str) -> Counts:
     """Without the layers and the steps that route nothing: the recorder has a row for the dense
     layers too, and a step for the forward passes of a dense drafter and for the unused rest of its ring.
     """
-    tokens = tokens[tokens.any(axis=(1, 2))]
+    if not ((tokens >= 0) & (tokens < 1 << 40)).all():
+        raise _unreadable(Path(source), "counts below 0, past 2^40 or no numbers")
+    tokens = tokens[tokens.any(axis=(1, 2))].astype(np.int64, copy=False)
     layers = np.flatnonzero(tokens.any(axis=(0, 2)))
     if not len(layers):
         raise _unreadable(Path(source), "no routed token in it")
@@ -139,7 +141,7 @@ def _from_recorder(files: list[tuple[Path, dict]], *, source: str) -> Counts:
         counts = np.concatenate(
             [document["logical_count"].numpy() for _, document in files]
         )
-        return routed(counts.astype(np.int64), source=source)
+        return routed(counts, source=source)
     return routed(_sum_ranks(files), source=source)
 
 

@@ -41,6 +41,8 @@ class DefragMetrics:
             labelnames=names,
             multiprocess_mode="mostrecent",
         )
+        for counter in (self._runs, self._bytes):  # there before the first move
+            counter.labels(**labels).inc(0)
 
     @property
     def exported(self) -> bool:

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import logging
-import re
 
+from sglang.srt.arg_groups.fields.kdtree.kv_defrag import parse_size
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.contiguous import (
     ContiguousPagedAllocator,
@@ -22,21 +22,6 @@ from sglang.srt.runtime_context import (
 )
 
 logger = logging.getLogger(__name__)
-
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", re.IGNORECASE)
-_FACTOR = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes of ``64M``, ``1.5GiB``, ``65536``. Units are powers of 1024."""
-    match = _SIZE.fullmatch(str(text))
-    size = int(float(match[1]) * _FACTOR[match[2].upper()]) if match else 0
-    if size < 1:
-        raise ValueError(
-            f"--kv-defrag-copy-budget {text!r} is not a size of at least one byte. "
-            "Write a number of bytes with K, M, G or T, such as 64M."
-        )
-    return size
 
 
 def _tier1_obstacles() -> list[str]:
