@@ -219,14 +219,14 @@ def layers() -> bool:
 
 def layered(step: str, layer: Path, *, user: str = "0") -> str:
     """A command that runs the step in a layer over the root below; what it writes stays in layer/upper."""
-    for name in ("upper", "work", "root"):
+    for name in ("upper", "work", "merged"):
         (layer / name).mkdir(parents=True, exist_ok=True)
     inside = (
-        f"mount -t overlay overlay -o lowerdir={below},upperdir={layer}/upper,workdir={layer}/work {layer}/root; "
-        f"for place in dev proc; do mount --rbind /$place {layer}/root/$place; done; "
+        f"mount -t overlay overlay -o lowerdir={below},upperdir={layer}/upper,workdir={layer}/work {layer}/merged; "
+        f"for place in dev proc; do mount --rbind /$place {layer}/merged/$place; done; "
         # May be a mount of its own on this machine, which the layer does not see.
-        f"cp --remove-destination /etc/resolv.conf {layer}/root/etc/; "
-        f"exec chroot --userspec={user}:{user} {layer}/root /bin/bash -euo pipefail -c {shlex.quote(step)}"
+        f"cp --remove-destination /etc/resolv.conf {layer}/merged/etc/; "
+        f"exec chroot --userspec={user}:{user} {layer}/merged /bin/bash -euo pipefail -c {shlex.quote(step)}"
     )
     return f"unset TMPDIR; unshare --mount --propagation private /bin/bash -euo pipefail -c {shlex.quote(inside)}"
 
