@@ -22,17 +22,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--engine", action="store_true", help="real Engines instead of the walk alone")
     group = parser.add_argument_group("of --engine")
     group.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    group.add_argument("--arms", nargs="+", choices=arm.ARMS, default=list(arm.ARMS), metavar="ARM")
+    group.add_argument("--paired", action="store_true", help="few arms, prompt by prompt in turns: is auto slower?")
+    group.add_argument("--layers", type=int, help="of the target; those beyond the trained ones add nothing but time")
+    group.add_argument("--arms", nargs="+", choices=arm.ARMS, metavar="ARM")
     group.add_argument("--seconds", type=float, default=75, help="no round begins that would end later")
     group.add_argument("--rounds", type=int, default=engine.MAX_ROUNDS, help="at most")
     group.add_argument("--walk", type=Path, metavar="FILE", help="only finish FILE, of a run that was cut short")
     group.add_argument("--logs", type=Path, help="a folder that keeps the Engines' logs")
     args = parser.parse_args(argv)
+    args.arms = args.arms or list(engine.PAIRED_ARMS if args.paired else arm.ARMS)
     if args.out is None:
         folder = "h200" if args.engine and args.device == "cuda" else "cpu"
         if args.engine and args.device == "cpu":
             parser.error("--engine --device cpu is for trying it out: say with --out where to")
-        args.out = ROOT / "benchmark" / "results" / folder / "acceptance.json"
+        name = "acceptance_auto.json" if args.paired else "acceptance.json"
+        args.out = ROOT / "benchmark" / "results" / folder / name
     return args
 
 

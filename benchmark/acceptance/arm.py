@@ -7,6 +7,7 @@ python -m acceptance.arm '{"arm": "tree 16", "device": "cuda", ...}'     # what 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from multiprocessing.connection import Client
@@ -44,10 +45,11 @@ def speculation_of(arm: str) -> dict[str, Any]:
     return {"speculative_algorithm": "DDTREE", "speculative_num_draft_tokens": int(arm.removeprefix("tree "))}
 
 
-def arguments_of(arm: str, device: str) -> dict[str, Any]:
+def arguments_of(arm: str, device: str, models: Path = MODELS, batches: tuple[int, ...] = ()) -> dict[str, Any]:
+    """models: a folder of target and drafter. batches: sizes that graphs are captured for; all if empty."""
     arguments: dict[str, Any] = {
-        "model_path": str(MODELS / "target"),
-        "speculative_draft_model_path": str(MODELS / "drafter"),
+        "model_path": str(models / "target"),
+        "speculative_draft_model_path": str(models / "drafter"),
         "attention_backend": "kdtree_sm120",
         "max_running_requests": MAX_BATCH,
         "max_total_tokens": 32768,
@@ -69,6 +71,8 @@ def arguments_of(arm: str, device: str) -> dict[str, Any]:
             "cuda_graph_max_bs_decode": MAX_BATCH,
             "disable_prefill_cuda_graph": True,
         }
+        if batches:
+            arguments["cuda_graph_bs_decode"] = list(batches)
     return arguments | speculation_of(arm)
 
 
@@ -80,24 +84,30 @@ def rows_of(arm: str, meta: dict[str, Any]) -> int:
 
 
 def generate(engine, arm: str, batches: list[list[str]], temperature: float, tokens: int) -> dict[str, Any]:
-    """Batches one after another. seconds: behind the prefill, whose time is that of the same batches with one token."""
-    seconds = {}
-    for count in (1, tokens):
-        parameters = {"temperature": temperature, "max_new_tokens": count, "ignore_eos": True}
-        start, outputs = time.perf_counter(), []
-        for batch in batches:
-            outputs += engine.generate(batch, parameters)
-        seconds[count] = time.perf_counter() - start
+    """Batches one after another. batch_seconds: of each, behind the prefill, whose time is that of the same batch with
+    one token."""
+    seconds: dict[int, list[float]] = {1: [], tokens: []}
+    outputs = []
+    for batch in batches:
+        for count in (1, tokens):
+            parameters = {"temperature": temperature, "max_new_tokens": count, "ignore_eos": True}
+            start = time.perf_counter()
+            answers = engine.generate(batch, parameters)
+            seconds[count].append(time.perf_counter() - start)
+        outputs += answers
+    batch_seconds = [whole - first for whole, first in zip(seconds[tokens], seconds[1], strict=True)]
     metas = [output["meta_info"] for output in outputs]
     steps = [meta["spec_verify_ct"] for meta in metas]
     size = len(batches[0])
+    # A batch takes as many steps as its longest request.
+    batch_steps = [max(steps[i : i + size]) for i in range(0, len(steps), size)]
     return {
-        "seconds": seconds[tokens] - seconds[1],
+        "seconds": sum(batch_seconds),
+        "batch_seconds": batch_seconds,
         "answers": [output["output_ids"] for output in outputs],
         "tokens": sum(meta["completion_tokens"] - 1 for meta in metas),
         "steps": sum(steps),
-        # A batch takes as many steps as its longest request.
-        "batch_steps": sum(max(steps[i : i + size]) for i in range(0, len(steps), size)),
+        "batch_steps": batch_steps,
         "rows": sum(rows_of(arm, meta) for meta in metas),
     }
 
@@ -105,7 +115,9 @@ def generate(engine, arm: str, batches: list[list[str]], temperature: float, tok
 def main(argv: list[str]) -> int:
     task = json.loads(argv[0])
     arm = task["arm"]
-    arguments = arguments_of(arm, task["device"])
+    if cores := task.get("cores"):
+        os.sched_setaffinity(0, cores)  # of the Engine's processes, too
+    arguments = arguments_of(arm, task["device"], Path(task.get("models", MODELS)), tuple(task.get("batches", ())))
     print(f"acceptance: {arm}: {json.dumps(arguments)}", flush=True)
     import sglang
 

@@ -8,6 +8,12 @@ Each answer is also walked in torch, in float32, with the drafter's scores: an a
 steps as the walk of its own answer. In float32, on a CPU, that is exact. On a GPU the Engines compute in bfloat16,
 where near-ties of the drafter fall either way: the rule, made before the first run, is that the steps of a cell differ
 by at most WALK_TOLERANCE.
+
+--paired asks for one ratio instead, as sharply as time allows: few arms, each on CPU cores of its own, prompt after
+prompt in turns, one more kind of text where branching can bring nothing, sampled answers in every round, no walk. What
+else a machine does only ever adds to a time. So beside the median of the rounds' ratios, with its bootstrap interval,
+there is the quotient of tokens a step (mean of all rounds) and milliseconds a step (of each prompt the least of all
+rounds).
 """
 
 from __future__ import annotations
@@ -25,15 +31,19 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from . import results
 from .arm import BLOCK, MAX_BATCH, MODELS
+from .deeper import make_deeper
 
 BENCHMARK = Path(__file__).resolve().parents[1]
 ROOT = BENCHMARK.parent
 # Prompts of each kind at most. "long": of about 3,000 tokens.
 PROMPTS = {"code": 4, "prose": 2, "noise": 2, "long": 1}
+PAIRED_PROMPTS = {"repeat": 2, "code": 3, "prose": 3, "noise": 2, "long": 1}
+PAIRED_ARMS = ("dflash", "auto", "tree 16")
 BATCHES = (1, MAX_BATCH)
 TOKENS = 128
 START_TIMEOUT_S = {"cuda": 120, "cpu": 900}
@@ -47,26 +57,32 @@ WALK_TOLERANCE = {"cpu": 0.0, "cuda": 0.05}
 
 
 class Arms:
-    """The processes that hold the Engines."""
+    """The processes that hold the Engines. task: what all are told beside their names."""
 
-    def __init__(self, names: list[str], device: str, logs: Path, folder: Path):
+    def __init__(self, names: list[str], device: str, logs: Path, folder: Path, is_paired: bool = False, **task: Any):
         self.links: dict[str, Connection] = {}
         self.started: dict[str, dict[str, Any]] = {}
-        self.device, self.logs, self.address = device, logs, str(folder / "arms")
+        self.device, self.logs, self.address, self.task = device, logs, str(folder / "arms"), task
+        self.cores = cores_of(names) if is_paired else {}
         self.processes: dict[str, subprocess.Popen] = {}
         with Listener(self.address, family="AF_UNIX") as listener:
             self._start([name for name in names if name != "auto"])
-            if "auto" in names:
-                # It measures at the end of its start what a step costs: not while the others still capture graphs.
+            # auto measures at the end of its start what a step costs: not while the others still capture graphs.
+            if is_paired:
+                self._accept(listener, [name for name in names if name != "auto"])
+            elif "auto" in names:
                 time.sleep(HEAD_START_S[device])
+            if "auto" in names:
                 self._start(["auto"])
             self._accept(listener, names)
 
     def _start(self, names: list[str]) -> None:
         paths = [str(BENCHMARK), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | (ON_CPU if self.device == "cpu" else {})
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        environment |= ON_CPU if self.device == "cpu" else {"OMP_NUM_THREADS": "2"} if self.cores else {}
         for name in names:
-            task = json.dumps({"arm": name, "device": self.device, "address": self.address})
+            task = {"arm": name, "device": self.device, "address": self.address, "cores": self.cores.get(name)}
+            task = json.dumps(task | self.task)
             with open(self.logs / f"{name.replace(' ', '_')}.log", "w") as log:
                 self.processes[name] = subprocess.Popen(
                     [sys.executable, "-m", "acceptance.arm", task], stdout=log, stderr=subprocess.STDOUT,
@@ -105,11 +121,18 @@ class Arms:
                 process.kill()
 
 
-def chosen_prompts(entries: list[dict], most: int | None) -> dict[str, list[str]]:
-    prompts: dict[str, list[str]] = {kind: [] for kind in PROMPTS}
+def cores_of(names: list[str]) -> dict[str, list[int]]:
+    """Of each arm its own, as long as each can have two."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // (len(names) + 1)  # some are left to this process
+    return {name: cores[i * share : (i + 1) * share] for i, name in enumerate(names)} if share > 1 else {}
+
+
+def chosen_prompts(entries: list[dict], most: int | None, wanted: dict[str, int] = PROMPTS) -> dict[str, list[str]]:
+    prompts: dict[str, list[str]] = {kind: [] for kind in wanted}
     for entry in entries:
         found = prompts.get(entry["kind"])
-        if found is not None and len(found) < min(PROMPTS[entry["kind"]], most or 99):
+        if found is not None and len(found) < min(wanted[entry["kind"]], most or 99):
             found.append(entry["prompt"])
     return prompts
 
@@ -130,34 +153,40 @@ def cells(prompts: dict[str, list[str]]) -> list[tuple[str, str, int]]:
 
 
 def measure(
-    arms: Arms, prompts: dict[str, list[str]], tokens: int, seconds: float, rounds: int, keep: Callable[[dict], None]
-) -> dict:
+    arms: Arms, prompts: dict[str, list[str]], tokens: int, seconds: float, rounds: int, keep: Callable[[dict], None],
+    is_paired: bool = False,
+) -> dict:  # fmt: skip
     """{(arm, temperature, kind, batch): what each round told}. keep is given it whenever all arms have told as much."""
     found: dict[tuple, list[dict]] = {}
 
-    def run(wanted: list[tuple[str, str, int]], tokens: int = tokens) -> None:
+    def run(wanted: list[tuple[str, str, int]], turn: int, tokens: int = tokens) -> None:
         for temperature, kind, size in wanted:
-            for name in list(arms.links):
-                if temperature != "0" and not arms.started[name]["can_sample"]:
-                    continue
-                batches = batches_of(prompts[kind], size)
-                try:
-                    told = arms.ask(name, batches=batches, temperature=float(temperature), tokens=tokens)
-                except (EOFError, OSError):  # its Engine has ended; the study goes on without it
-                    print(f"acceptance: lost {name}", file=sys.stderr, flush=True)
-                    del arms.links[name]
-                    continue
-                found.setdefault((name, temperature, kind, size), []).append(told)
+            batches = batches_of(prompts[kind], size)
+            told: dict[str, list[dict]] = {}
+            for piece in ([batch] for batch in batches) if is_paired else (batches,):
+                for name in in_turn(list(arms.links), turn if is_paired else 0):
+                    if temperature != "0" and not arms.started[name]["can_sample"]:
+                        continue
+                    try:
+                        part = arms.ask(name, batches=piece, temperature=float(temperature), tokens=tokens)
+                    except (EOFError, OSError):  # its Engine has ended; the study goes on without it
+                        print(f"acceptance: lost {name}", file=sys.stderr, flush=True)
+                        del arms.links[name]
+                        continue
+                    told.setdefault(name, []).append(part)
+            for name, parts in told.items():
+                if name in arms.links:
+                    found.setdefault((name, temperature, kind, size), []).append(added(parts))
 
     every = cells(prompts)
     greedy = [cell for cell in every if cell[0] == "0"]
     sampled = [cell for cell in every if cell[0] != "0"]
-    run(greedy, WARM_TOKENS)  # kernels are compiled and loaded
+    run(every if is_paired else greedy, 0, tokens if is_paired else WARM_TOKENS)  # kernels are compiled and loaded
     found.clear()
     begin = last = time.monotonic()
     for number in range(rounds):
-        for cells_of_round in (greedy, sampled if number == SAMPLED_ROUND else []):
-            run(cells_of_round)
+        for cells_of_round in (greedy, sampled if is_paired or number == SAMPLED_ROUND else []):
+            run(cells_of_round, number)
             keep({key: told for key, told in found.items() if key[0] in arms.links})
         now = time.monotonic()
         print(f"acceptance: round {number + 1} took {now - last:.1f} s", flush=True)
@@ -167,9 +196,36 @@ def measure(
     return {key: rounds for key, rounds in found.items() if key[0] in arms.links}
 
 
+def in_turn(names: list[str], turn: int) -> list[str]:
+    """Each is the first one in some rounds."""
+    turn %= max(len(names), 1)
+    return names[turn:] + names[:turn]
+
+
+def added(parts: list[dict]) -> dict:
+    """What several batches told, as one."""
+    return {key: sum((part[key] for part in parts[1:]), parts[0][key]) for key in parts[0]}
+
+
 def quantiles(values: list[float]) -> list[float]:
     """The lowest, the median and the highest."""
     return [min(values), statistics.median(values), max(values)]
+
+
+def least_step_ms(rounds: list[dict]) -> float:
+    """The mean of the batches, of each the least of all rounds."""
+    times = [
+        [seconds / steps for seconds, steps in zip(told["batch_seconds"], told["batch_steps"], strict=True)]
+        for told in rounds
+    ]
+    return 1e3 * statistics.mean(min(batch) for batch in zip(*times, strict=True))
+
+
+def interval_of_median(values: list[float], draws: int = 2000) -> list[float]:
+    """95 %, by bootstrap; always the same for the same values."""
+    random = Random(0)
+    medians = sorted(statistics.median(random.choices(values, k=len(values))) for _ in range(draws))
+    return [medians[int(draws * 0.025)], medians[int(draws * 0.975) - 1]]
 
 
 def rows_of_file(found: dict) -> list[dict]:
@@ -177,13 +233,14 @@ def rows_of_file(found: dict) -> list[dict]:
     for (name, temperature, kind, size), rounds in found.items():
         total = {key: sum(told[key] for told in rounds) for key in ("tokens", "steps", "rows")}
         speeds = [told["tokens"] / told["seconds"] for told in rounds]
-        step_ms = [1e3 * told["seconds"] / told["batch_steps"] for told in rounds]
+        step_ms = [1e3 * told["seconds"] / sum(told["batch_steps"]) for told in rounds]
         row = {
             "arm": name, "temperature": temperature, "kind": kind, "batch": size, "rounds": len(rounds), **total,
             "accept_length": round(total["tokens"] / total["steps"], 3),
             "rows_per_token": round(total["rows"] / total["tokens"], 3),
             "tok_s": [round(speed, 1) for speed in speeds],
             "step_ms": [round(ms, 4) for ms in quantiles(step_ms)],
+            "least_step_ms": round(least_step_ms(rounds), 4),
         }  # fmt: skip
         for base in ("dflash", "chain"):
             if base != name and (others := found.get((base, temperature, kind, size))):
@@ -191,6 +248,10 @@ def rows_of_file(found: dict) -> list[dict]:
                     speed * other["seconds"] / other["tokens"] for speed, other in zip(speeds, others, strict=True)
                 ]
                 row[f"over_{base}"] = [round(ratio, 4) for ratio in quantiles(ratios)]
+                row[f"over_{base}_interval"] = [round(ratio, 4) for ratio in interval_of_median(ratios)]
+                length = sum(other["tokens"] for other in others) / sum(other["steps"] for other in others)
+                least = total["tokens"] / total["steps"] / length * least_step_ms(others) / least_step_ms(rounds)
+                row[f"over_{base}_least"] = round(least, 4)
         rows.append(row)
     return rows
 
@@ -242,6 +303,8 @@ def header_of(args: argparse.Namespace, prompts: dict[str, list[str]], document:
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
         "prompts": {kind: len(texts) for kind, texts in prompts.items()},
         "tokens": args.tokens,
+        "paired": args.paired,
+        "layers": args.layers,
         "walk_tolerance": WALK_TOLERANCE[args.device],
         "target_sha256": document["target_sha256"],
         "drafter_sha256": document["drafter_sha256"],
@@ -250,13 +313,14 @@ def header_of(args: argparse.Namespace, prompts: dict[str, list[str]], document:
 
 def run(args: argparse.Namespace) -> int:
     document = json.loads((MODELS / "expected_steps.json").read_text())
-    prompts = chosen_prompts(document["entries"], args.prompts)
+    prompts = chosen_prompts(document["entries"], args.prompts, PAIRED_PROMPTS if args.paired else PROMPTS)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     data: dict[str, Any] = {"header": {}, "rows": [], "walks": [], "problems": []}
 
     def keep(found: dict) -> None:
         """A run that is cut short leaves this, for --walk."""
-        data["rows"], data["first_answers"] = rows_of_file(found), first_answers(found)
+        data["rows"] = rows_of_file(found)
+        data["first_answers"] = [] if args.paired else first_answers(found)
         part = args.out.with_name(f"{args.out.name}.part")
         part.write_text(json.dumps(data, indent=1) + "\n")
         part.replace(args.out)
@@ -266,13 +330,17 @@ def run(args: argparse.Namespace) -> int:
         logs.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(1) as pool:  # imports torch while the Engines do
             header = pool.submit(header_of, args, prompts, document)
-            arms = Arms(args.arms, args.device, logs, Path(name))
+            task = {"batches": BATCHES} if args.paired else {}
+            if args.layers:
+                make_deeper(MODELS, args.layers, Path(name) / "models")
+                task["models"] = str(Path(name) / "models")
+            arms = Arms(args.arms, args.device, logs, Path(name), args.paired, **task)
         try:
             data["header"] = header.result() | {
                 "started_s": {name: told["start_s"] for name, told in arms.started.items()},
                 "not_measured": [name for name in args.arms if name not in arms.links],
             }
-            found = measure(arms, prompts, args.tokens, args.seconds, args.rounds, keep)
+            found = measure(arms, prompts, args.tokens, args.seconds, args.rounds, keep, args.paired)
             data["header"]["not_measured"] = [name for name in args.arms if name not in arms.links]
         finally:
             arms.close()
@@ -284,11 +352,13 @@ def finish(data: dict, prompts: dict[str, list[str]], out: Path) -> int:
     """The walk, the tables and the picture of what was measured."""
     from . import plot, table
 
-    data["walks"] = walk_of(data.pop("first_answers"), prompts)
+    answers = data.pop("first_answers")
+    data["walks"] = walk_of(answers, prompts) if answers else []
     data["problems"] = problems_of(data["walks"], data["header"]["device"])
     out.write_text(json.dumps(data, indent=1) + "\n")
     results.load_engine(out)
-    print(table.engine_acceptance(data), table.engine_speeds(data), sep="\n\n")
+    make = (table.engine_paired,) if data["header"]["paired"] else (table.engine_acceptance, table.engine_speeds)
+    print(*(of(data) for of in make), sep="\n\n")
     try:
         plot.draw_engine(data, out.with_suffix(".png"))
     except ImportError as error:  # python -m acceptance.plot FILE, elsewhere

@@ -111,3 +111,23 @@ def engine_against_chain(data: dict) -> str:
         ]
         lines.append([f"{row['kind']}, T = {row['temperature']}, {row['batch']} at once", str(row["rounds"]), *cells])
     return markdown(["auto", "rounds", "over chain (DFLASH): lowest / median / highest", "over chain (DDTREE)"], lines)
+
+
+def engine_paired(data: dict) -> str:
+    """Each arm over upstream's chain, of a paired run."""
+    chains = {(row["temperature"], row["kind"], row["batch"]): row for row in data["rows"] if row["arm"] == "dflash"}
+    lines = []
+    for row in data["rows"]:
+        chain = chains.get((row["temperature"], row["kind"], row["batch"]))
+        if chain is None or chain is row:
+            continue
+        low, high = row["over_dflash_interval"]
+        lines.append([
+            f"{row['kind']}, T = {row['temperature']}, {row['batch']} at once",
+            LABELS.get(row["arm"], row["arm"]),
+            *(f"{chain[key]:.2f} -> {row[key]:.2f}" for key in ("accept_length", "least_step_ms")),
+            f"{row['over_dflash'][1]:.3f} ({low:.3f} to {high:.3f})",
+            f"{row['over_dflash_least']:.3f}",
+        ])  # fmt: skip
+    columns = ["over chain (DFLASH)", "", "tokens a step", "least ms a step", "median of rounds (95 %)", "of the least"]
+    return markdown(columns, lines)

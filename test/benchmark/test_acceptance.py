@@ -96,7 +96,8 @@ def test_the_committed_file_is_consistent_and_fills_its_tables(tmp_path):
 
 def told(steps, rows, answers=(), seconds=1.0):
     return {
-        "seconds": seconds, "answers": list(answers), "tokens": 12, "steps": steps, "batch_steps": steps, "rows": rows
+        "seconds": seconds, "batch_seconds": [seconds], "answers": list(answers), "tokens": 12, "steps": steps,
+        "batch_steps": [steps], "rows": rows,
     }  # fmt: skip
 
 
@@ -118,7 +119,7 @@ def found_cells():
 def engine_document(found):
     header = {
         "format": results.ENGINE_FORMAT, "date": "2026-01-01T00:00:00Z", "commit": "c" * 40, "device": "cuda",
-        "gpu": {"name": "NVIDIA H200"}, "versions": {"torch": "2.11"}, "tokens": 4,
+        "gpu": {"name": "NVIDIA H200"}, "versions": {"torch": "2.11"}, "tokens": 4, "paired": False,
     }  # fmt: skip
     return {"header": header, "rows": engine.rows_of_file(found), "walks": [], "problems": []}
 
@@ -198,7 +199,8 @@ class Generator:
 
 def test_a_batch_takes_the_steps_of_its_longest_request():
     found = arm.generate(Generator(), "dflash", [["a", "b"], ["c", "d"]], 0.0, 5)
-    assert (found["tokens"], found["steps"], found["batch_steps"]) == (16, 10, 6)
+    assert (found["tokens"], found["steps"], found["batch_steps"]) == (16, 10, [3, 3])
+    assert len(found["batch_seconds"]) == 2 and found["seconds"] == sum(found["batch_seconds"])
     assert found["rows"] == 8 * 10 and len(found["answers"]) == 4
     assert arm.generate(Generator(), "tree 8", [["a", "b"]], 0.0, 5)["rows"] == 18
 
@@ -236,6 +238,77 @@ def test_rounds_end_with_the_time_and_sample_at_first(monkeypatch):
     assert rounds["dflash", "0", "code", 1] == rounds["auto", "0", "code", 8] >= engine.MIN_ROUNDS
     assert rounds["auto", "1", "code", 1] == 1 and ("dflash", "1", "code", 1) not in rounds
     assert asked.count(("dflash", 0.0)) == 2 * (rounds["dflash", "0", "code", 1] + 1)
+
+
+def test_a_paired_run_goes_prompt_by_prompt_and_arms_take_turns():
+    asked = []
+
+    class Fake:
+        links = dict.fromkeys(("dflash", "auto"))
+        started = {name: {"can_sample": True} for name in links}
+
+        def ask(self, name, batches, temperature, tokens):
+            asked.append((name, temperature, *batches))
+            return told(3, 24)
+
+    prompts = {"code": ["a", "b"]}
+    found = engine.measure(Fake(), prompts, 12, 1e9, 2, keep=lambda found: None, is_paired=True)
+    assert [len(rounds) for rounds in found.values()] == [2] * 6  # two arms; greedy, greedy in batches, sampled
+    assert (
+        len(found["auto", "1", "code", 1][0]["batch_seconds"]) == 2 and found["auto", "0", "code", 1][0]["steps"] == 6
+    )
+    greedy = [(name, batch) for name, temperature, batch in asked if temperature == 0 and len(batch) == 1]
+    in_order = [("dflash", ["a"]), ("auto", ["a"]), ("dflash", ["b"]), ("auto", ["b"])]
+    first_of_second_round = [("auto", ["a"]), ("dflash", ["a"]), ("auto", ["b"]), ("dflash", ["b"])]
+    assert greedy == in_order + in_order + first_of_second_round  # what warms up, and two rounds
+
+
+def test_what_a_machine_adds_to_a_time_does_not_move_the_least_ones():
+    """Another prompt is disturbed in each round; auto takes 3 steps of 1.2 for 4 of 1."""
+    found = {}
+    for name, steps, ms in (("dflash", 4, 1.0), ("auto", 3, 1.2)):
+        for i in range(3):
+            seconds = [steps * ms * (5 if i == j else 1) / 1e3 for j in range(3)]
+            found.setdefault((name, "0", "code", 1), []).append({
+                "seconds": sum(seconds), "batch_seconds": seconds, "tokens": 36, "steps": 3 * steps,
+                "batch_steps": [steps] * 3, "rows": 24 * steps,
+            })  # fmt: skip
+    chain, auto = engine.rows_of_file(found)
+    assert (chain["least_step_ms"], auto["least_step_ms"]) == (1.0, 1.2)
+    assert auto["over_dflash_least"] == pytest.approx(4 / 3 / 1.2, abs=1e-4)
+    assert auto["over_dflash_interval"] == [auto["over_dflash"][1]] * 2  # all rounds were equally disturbed
+    assert engine.interval_of_median([1.0, 1.1, 0.9, 1.05, 0.95]) == engine.interval_of_median(
+        [1.0, 1.1, 0.9, 1.05, 0.95]
+    )
+    low, high = engine.interval_of_median([0.9 + 0.01 * i for i in range(21)])
+    assert 0.9 < low < 1.0 < high < 1.1
+    (line,) = table.engine_paired({"rows": [chain, auto]}).splitlines()[2:]
+    assert line.startswith(
+        "| code, T = 0, 1 at once | auto | 3.00 -> 4.00 | 1.00 -> 1.20 | 1.111 (1.111 to 1.111) | 1.111"
+    )
+
+
+def test_layers_that_are_added_add_nothing(tmp_path):
+    from acceptance.deeper import make_deeper
+    from safetensors.torch import load_file
+
+    make_deeper(arm.MODELS, 5, tmp_path / "models")
+    before, after = (load_file(folder / "target" / "model.safetensors") for folder in (arm.MODELS, tmp_path / "models"))
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    added = [name for name in after if name not in before]
+    assert {name.split(".")[2] for name in added} == {"3", "4"}
+    assert all(name.endswith(("o_proj.weight", "down_proj.weight")) == (not after[name].any()) for name in added)
+    assert json.loads((tmp_path / "models" / "target" / "config.json").read_text())["num_hidden_layers"] == 5
+    assert arm.arguments_of("auto", "cuda", tmp_path / "models", (1, 8))["cuda_graph_bs_decode"] == [1, 8]
+    with pytest.raises(ValueError, match="layers: expected at least the 3 trained ones; got 2"):
+        make_deeper(arm.MODELS, 2, tmp_path / "more")
+
+
+def test_arms_of_a_paired_run_share_no_core(monkeypatch):
+    monkeypatch.setattr(engine.os, "sched_getaffinity", lambda pid: set(range(16)))
+    assert engine.cores_of(["a", "b", "c"]) == {"a": [0, 1, 2, 3], "b": [4, 5, 6, 7], "c": [8, 9, 10, 11]}
+    monkeypatch.setattr(engine.os, "sched_getaffinity", lambda pid: {0, 1})
+    assert engine.cores_of(["a", "b"]) == {}
 
 
 def test_steps_that_the_walk_does_not_take_are_a_problem():
