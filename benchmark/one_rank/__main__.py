@@ -24,7 +24,7 @@ from backend_e2e import environment_of
 from verify_bench.results import commit, gpu_info, versions_of
 
 from . import results, table
-from .experts import TILES
+from .experts import tiles_of
 from .shapes import ARMS, SCALES, TREE_SIZES, Run, Scale, runs_of, unavailable
 
 HERE = Path(__file__).resolve().parent
@@ -41,18 +41,20 @@ def draft_window_of(args: argparse.Namespace, scale: Scale) -> int:
 
 
 def header(scale: Scale, options: list[str], commit_of: str, draft_window: int) -> dict:
+    gpu = gpu_info() if scale.name == "full" else None
+    versions = versions_of("sglang", "sgl-kernel-sm120", "triton")
     return {
         "format": results.FORMAT,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": commit_of,
         "device": header_device(scale),
-        "gpu": gpu_info() if scale.name == "full" else None,
-        "versions": versions_of("sglang", "sgl-kernel-sm120", "triton"),
+        "gpu": gpu,
+        "versions": versions,
         "scale": scale.name,
         "model": scale.model,
         "drafter": scale.drafter,
         "draft_window": draft_window,
-        "expert_tiles": TILES if scale.name == "full" else None,
+        "expert_tiles": tiles_of(scale.model, gpu["name"], versions["triton"]) if gpu else None,
         "options": options,
     }
 

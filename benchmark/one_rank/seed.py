@@ -75,15 +75,18 @@ def seed(scheduler, count: int) -> None:
 
 def check_tiles(model) -> None:
     """Upstream falls back to its rule where it finds no file of the experts' shape; a measurement must not."""
-    from sglang.srt.layers.moe.moe_runner.triton_utils import try_get_optimal_moe_config
+    from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config import get_moe_configs
 
-    shapes = {(m.w13_weight.shape, m.w2_weight.shape) for m in model.modules() if hasattr(m, "w13_weight")}
+    shapes = {tuple(m.w2_weight.shape) for m in model.modules() if hasattr(m, "w2_weight")}
     if not shapes:
         raise RuntimeError("one_rank: the model has no fused experts")
-    for shape in shapes:
-        found = [try_get_optimal_moe_config(*shape, 8, None, tokens) for tokens in (1, 8, 9, 17, 33)]
-        if any(config != found[0] for config in found) or found[0]["BLOCK_SIZE_M"] != 16:
-            raise RuntimeError(f"one_rank: the tiles of experts {tuple(shape[1])} depend on the tokens: {found}")
+    for experts, _, width in shapes:
+        for down in (False, True):
+            if not get_moe_configs(experts, width, None, 0, 0, per_channel_quant=False, down_moe=down):
+                raise RuntimeError(
+                    f"one_rank: no tiles of {experts} experts of width {width} under "
+                    f"{TILES_VARIABLE}={os.environ.get(TILES_VARIABLE)}, expected the files of tune_experts.py"
+                )
 
 
 def fill_with_noise(buffer) -> None:

@@ -17,7 +17,7 @@ import report
 import torch
 from docs.documents import documented
 from one_rank import __main__ as main
-from one_rank import arm, breakdown, experts, plot, results, seed, shapes, table
+from one_rank import arm, breakdown, experts, plot, results, seed, shapes, table, tune_experts
 
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmark"
 
@@ -399,64 +399,114 @@ def test_a_kernels_name_says_its_kind(name, kind):
 
 # The tiles of the experts that stand in.
 
+STEPS = (1, 8, 9, 17, 33)  # tokens
+
 
 @pytest.fixture
-def chosen_tiles(tmp_path, monkeypatch):
-    """What upstream's fused MoE kernel runs with -> of (shape of w13, of w2, tokens)"""
+def upstreams_tiles(tmp_path, monkeypatch):
+    """What upstream's fused MoE kernel runs with on a GPU -> of (its name, tokens) the tiles of both products"""
     import triton
 
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config as upstream
 
     model = shapes.FULL.model
-    folder = experts.write_tiles(tmp_path, model, "NVIDIA H200", triton.__version__)
-    monkeypatch.setattr(upstream, "get_device_name", lambda: "NVIDIA H200")
     settings = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=False))
     monkeypatch.setattr(upstream, "get_exec", lambda: settings)
-    upstream.get_moe_configs.cache_clear()
 
-    def choose(tokens, *, experts=model["n_routed_experts"], down=False):
+    def prepare(gpu, version="3.6.0"):
+        monkeypatch.setattr(triton, "__version__", version)
+        monkeypatch.setattr(upstream, "get_device_name", lambda: gpu)
+        monkeypatch.setenv(experts.VARIABLE, str(experts.write_tiles(tmp_path / gpu, model, gpu, version)))
+        upstream.get_moe_configs.cache_clear()
+
+    def choose(tokens, count=model["n_routed_experts"]):
         width, hidden = model["moe_intermediate_size"], model["hidden_size"]
-        w13, w2 = (experts, 2 * width, hidden), (experts, hidden, width)
-        return upstream.try_get_optimal_moe_config(w13, w2, 8, None, tokens, return_down_config=down)
+        w13, w2 = (count, 2 * width, hidden), (count, hidden, width)
+        up, (down, _) = upstream.try_get_optimal_moe_config(w13, w2, 8, None, tokens, return_down_config=True)
+        return {"up": up, "down": down}
 
-    yield SimpleNamespace(choose=choose, folder=folder, monkeypatch=monkeypatch)
+    yield SimpleNamespace(prepare=prepare, choose=choose)
     upstream.get_moe_configs.cache_clear()
 
 
-def test_every_step_runs_with_the_tiles_that_upstream_takes_for_384_experts(chosen_tiles):
-    untuned = [chosen_tiles.choose(tokens, experts=384) for tokens in (1, 8, 9, 17, 33)]
-    assert untuned == [experts.TILES] * 5
-    assert chosen_tiles.choose(9) != experts.TILES  # 8 experts without the file
-    chosen_tiles.monkeypatch.setenv(experts.VARIABLE, str(chosen_tiles.folder))
-    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config
-
-    fused_moe_triton_config.get_moe_configs.cache_clear()
-    for tokens in (1, 8, 9, 17, 33, 8192):
-        tiles, (down, _) = chosen_tiles.choose(tokens, down=True)
-        assert tiles == down == experts.TILES
+def test_a_card_without_tuned_tiles_has_those_of_384_experts_at_every_step(upstreams_tiles):
+    upstreams_tiles.prepare("NVIDIA H20000")
+    both = dict.fromkeys(experts.PRODUCTS, experts.SMALL)
+    assert [upstreams_tiles.choose(tokens) for tokens in (*STEPS, 8192)] == [both] * 6
+    untuned = [upstreams_tiles.choose(tokens, 384)["up"] for tokens in STEPS]
+    assert untuned == [experts.SMALL] * 5
 
 
 class Experts(torch.nn.Module):
     def __init__(self, count):
         super().__init__()
         model = shapes.FULL.model
-        width, hidden = model["moe_intermediate_size"], model["hidden_size"]
-        self.w13_weight, self.w2_weight = (
-            torch.nn.Parameter(torch.empty(count, *shape, device="meta"))
-            for shape in ((2 * width, hidden), (hidden, width))
-        )
+        shape = (count, model["hidden_size"], model["moe_intermediate_size"])
+        self.w2_weight = torch.nn.Parameter(torch.empty(*shape, device="meta"))
 
 
-def test_a_server_whose_tiles_depend_on_the_tokens_is_refused(chosen_tiles):
-    with pytest.raises(RuntimeError, match="depend on the tokens"):
-        seed.check_tiles(torch.nn.Sequential(Experts(8)))
+def test_a_server_that_finds_no_tiles_is_refused(upstreams_tiles):
+    upstreams_tiles.prepare("NVIDIA H20000")
+    seed.check_tiles(torch.nn.Sequential(Experts(8)))
+    with pytest.raises(RuntimeError, match="no tiles of 7 experts of width 256"):
+        seed.check_tiles(torch.nn.Sequential(Experts(7)))
     with pytest.raises(RuntimeError, match="no fused experts"):
         seed.check_tiles(torch.nn.Linear(1, 1))
-    chosen_tiles.monkeypatch.setenv(experts.VARIABLE, str(chosen_tiles.folder))
-    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config
 
-    fused_moe_triton_config.get_moe_configs.cache_clear()
-    seed.check_tiles(torch.nn.Sequential(Experts(8)))
+
+def tried(product, tokens, rows, us):
+    tiles = experts.SMALL | {"BLOCK_SIZE_M": rows}
+    times = {f"us_p{n}": us for n in (20, 50, 80)}
+    return {"product": product, "tokens": tokens, "tiles": tiles, "bytes": 1000, "chosen": False, **times}
+
+
+def test_both_products_get_tiles_of_as_many_rows():
+    """They share one order of the tokens."""
+    rows = [
+        tried("up", 17, 16, 9.0), tried("up", 17, 16, 8.0), tried("down", 17, 16, 5.0),
+        tried("up", 17, 32, 10.0), tried("down", 17, 32, 2.0), tried("up", 17, 64, 1.0),
+    ]  # fmt: skip
+    chosen = tune_experts.choose(rows)
+    assert {product: of["17"]["BLOCK_SIZE_M"] for product, of in chosen.items()} == {"up": 32, "down": 32}
+    assert [row["us_p50"] for row in rows if row["chosen"]] == [10.0, 2.0]
+    with pytest.raises(ValueError, match="no tiles ran for both products of 9 tokens"):
+        tune_experts.choose([tried("up", 9, 16, 1.0)])
+
+
+def test_small_tiles_are_among_those_that_are_tried():
+    for product, tokens in itertools.product(experts.PRODUCTS, tune_experts.TOKENS):
+        tiles = tune_experts.candidates(product, tokens)
+        assert tiles[0] == experts.SMALL and len({json.dumps(t) for t in tiles}) == len(tiles) < 80
+        assert {t["BLOCK_SIZE_M"] for t in tiles} == {16, 32, 64} - {m for m in (32, 64) if m >= 2 * tokens}
+
+
+def test_what_is_timed_is_the_experts_product():
+    """Upstream's kernel, in Triton's interpreter, against torch."""
+    program = """
+import torch
+import sglang.srt.layers.moe.moe_runner.triton_utils as upstream
+from one_rank import tune_experts
+
+def order(ids, rows, experts):  # upstream's has no CPU form
+    places = [(ids.flatten() == e).nonzero().flatten().tolist() for e in range(experts)]
+    blocks = [-(-len(mine) // rows) for mine in places]
+    padded = [mine + [ids.numel()] * (n * rows - len(mine)) for mine, n in zip(places, blocks)]
+    owners = [e for e, n in enumerate(blocks) for _ in range(n)]
+    lists = sum(padded, []), owners, [sum(blocks) * rows]
+    return [torch.tensor(x, dtype=torch.int32) for x in lists]
+
+upstream.moe_align_block_size = order
+model = tune_experts.Experts(2, "cpu", 4, 32, 64, "float32")  # the interpreter's bf16 is wrong
+for product in tune_experts.PRODUCTS:
+    for tokens in (1, 17):
+        found = model.reason_wrong(product, tokens, tune_experts.experts.SMALL, model.expected(product, tokens))
+        assert found is None, (product, tokens, found)
+    assert "off by" in model.reason_wrong(product, 1, tune_experts.experts.SMALL, model.expected(product, 1, layer=1))
+"""
+    path = os.pathsep.join(filter(None, [str(BENCHMARK), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 # The seeded context.
