@@ -4,8 +4,8 @@
     cd benchmark && python -m one_rank.tune_experts --out results/h200/expert_tiles.json     # on a GPU, under a minute
 
 Upstream looks for tuned tiles in a file for each number of experts, width and GPU, with an entry a number of tokens,
-and in a second file for the second product. Its own tuner is not in its wheel and wants a cluster of ray workers; this one
-times the same kernel through the same call, for the tokens of this benchmark's steps. Tiles are compiled by several
+and in a second file for the second product. Its own tuner is not in its wheel and wants a cluster of ray workers; this
+one times the same kernel through the same call, for the tokens of this benchmark's steps. Tiles are compiled by several
 processes side by side and then timed by one: a CUDA graph over the weights of several layers, more than the L2 holds.
 --out gets every time, --tiles (tuned/ beside this file) the two files, which every arm reads. Each result is compared
 with torch first.
