@@ -11,6 +11,14 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.ddtree_sampling import adjust_logits, expand_sampling_info, target_tokens
 
 BATCH, NODES, VOCAB = 2, 3, 50
+FILTERS = {
+    "none": dict(need_top_p_sampling=False, need_top_k_sampling=False),
+    "top-p and top-k": {},
+    "min-p": dict(
+        need_top_p_sampling=False, need_top_k_sampling=False, need_min_p_sampling=True, top_ps=torch.ones(2),
+        top_ks=torch.tensor([VOCAB, VOCAB]), min_ps=torch.tensor([0.05, 0.3]),
+    ),
+}  # fmt: skip
 
 
 def make_info(**fields):
@@ -45,9 +53,9 @@ def test_greedy_takes_the_largest_logit(logits):
     assert torch.equal(tokens, logits.argmax(-1).view(BATCH, NODES))
 
 
-@pytest.mark.parametrize("filtered", [True, False])
-def test_a_seeded_node_draws_what_plain_decoding_draws_at_its_position(logits, filtered):
-    info = make_info(need_top_p_sampling=filtered, need_top_k_sampling=filtered)
+@pytest.mark.parametrize("filters", ["none", "top-p and top-k"])  # upstream's sampler takes no min-p with a seed
+def test_a_seeded_node_draws_what_plain_decoding_draws_at_its_position(logits, filters):
+    info = make_info(**FILTERS[filters])
     positions = torch.tensor([4, 5, 5, 9, 10, 11])
     before = logits.clone()
     tokens = target_tokens(logits, info, positions, NODES, Sampler())
@@ -60,37 +68,36 @@ def test_a_seeded_node_draws_what_plain_decoding_draws_at_its_position(logits, f
             sampling_seed=info.sampling_seed[row : row + 1],
         )  # fmt: skip
         probs = (logits[node : node + 1] / alone.temperatures).softmax(-1)
-        drawn, _ = Sampler()._sample_from_probs(probs, alone, positions[node : node + 1], not filtered)
+        drawn, _ = Sampler()._sample_from_probs(probs, alone, positions[node : node + 1], filters == "none")
         assert int(tokens.view(-1)[node]) == int(drawn)
 
 
-@pytest.mark.parametrize("filtered", [True, False])
-def test_without_a_seed_every_node_draws_from_its_own_distribution(logits, filtered):
+@pytest.mark.parametrize("filters", FILTERS)
+def test_without_a_seed_every_node_draws_from_its_own_distribution(logits, filters):
     """Chi-square against the exact probabilities at a level of 1e-3, 4000 draws a node, torch's generator fixed."""
     draws = 4000
-    info = make_info(need_top_p_sampling=filtered, need_top_k_sampling=filtered, sampling_seed=None)
+    info = make_info(**FILTERS[filters] | {"sampling_seed": None})
     torch.manual_seed(0)
     counts = torch.zeros(BATCH * NODES, VOCAB)
     for _ in range(draws // 100):
-        many = make_info(
-            need_top_p_sampling=filtered, need_top_k_sampling=filtered, sampling_seed=None,
-            temperatures=info.temperatures.repeat(100, 1), top_ps=info.top_ps.repeat(100),
-            top_ks=info.top_ks.repeat(100), min_ps=info.min_ps.repeat(100),
-        )  # fmt: skip
+        repeated = {name: getattr(info, name).repeat(100) for name in ("top_ps", "top_ks", "min_ps")}
+        repeated |= {"temperatures": info.temperatures.repeat(100, 1), "sampling_seed": None}
+        many = make_info(**FILTERS[filters] | repeated)
         tokens = target_tokens(logits.repeat(100, 1), many, None, NODES, Sampler()).view(100, BATCH * NODES)
         counts.scatter_add_(1, tokens.T, torch.ones(BATCH * NODES, 100))
     for node in range(BATCH * NODES):
         row = node // NODES
-        top_k, top_p = (int(info.top_ks[row]), float(info.top_ps[row])) if filtered else (VOCAB, 1.0)
-        exact = exact_distribution(logits[node] / info.temperatures[row], top_k, top_p)
+        limits = (VOCAB, 1.0) if filters == "none" else (int(info.top_ks[row]), float(info.top_ps[row]))
+        exact = exact_distribution(logits[node] / info.temperatures[row], *limits, float(info.min_ps[row]))
         assert not counts[node][exact == 0].any(), "a token was drawn that the filters exclude"
         assert chi_square_p(counts[node], exact) > 1e-3, node
 
 
-def exact_distribution(scaled, top_k, top_p):
-    """Probabilities of the tokens that are among the top_k, and before whom less than top_p is taken."""
+def exact_distribution(scaled, top_k, top_p, min_p):
+    """Probabilities of the tokens that are among the top_k, before whom less than top_p is taken, and that have at
+    least min_p of the most probable one's."""
     probs, order = scaled.double().softmax(-1).sort(descending=True)
-    kept = (probs.cumsum(0) - probs <= top_p) & (torch.arange(VOCAB) < top_k)
+    kept = (probs.cumsum(0) - probs <= top_p) & (torch.arange(VOCAB) < top_k) & (probs >= min_p * probs[0])
     return torch.zeros(VOCAB, dtype=torch.float64).scatter(0, order, probs * kept / (probs * kept).sum())
 
 
