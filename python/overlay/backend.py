@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import tarfile
 from pathlib import Path
@@ -14,6 +15,7 @@ from .upstream import Pin, Wheel, load_pin, pinned_wheel
 
 SOURCES = ["UPSTREAM.toml", "REQUIREMENTS.toml", "CAPS.toml", "series.toml", "constraints-cpu.txt", "pyproject.toml"]
 SOURCES += ["NOTICE", "overlay", "edits", "sglang"]
+LICENSE = "LICENSE"
 
 
 def resolve() -> tuple[Pin, Wheel, Plan]:
@@ -45,18 +47,26 @@ def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: d
 
 
 def build_sdist(sdist_directory: str, config_settings: dict | None = None) -> str:
+    """The same sources give the same bytes."""
     pin = load_pin(FORK)
     name = f"{pin.name}-{pin.fork_version}"
+    files = {"PKG-INFO": f"Metadata-Version: 2.4\nName: {pin.name}\nVersion: {pin.fork_version}\n".encode()}
+    # Beside this folder in a checkout, in it where an sdist was unpacked.
+    licence = FORK / LICENSE
+    files[LICENSE] = (licence if licence.exists() else FORK.parent / LICENSE).read_bytes()
+    for source in SOURCES:
+        files |= {path.relative_to(FORK).as_posix(): path.read_bytes() for path in files_under(FORK / source)}
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for path, data in sorted(files.items()):
+            entry = tarfile.TarInfo(f"{name}/{path}")
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
     target = Path(sdist_directory) / f"{name}.tar.gz"
-    with tarfile.open(target, "w:gz", format=tarfile.PAX_FORMAT) as archive:
-        package_info = f"Metadata-Version: 2.4\nName: {pin.name}\nVersion: {pin.fork_version}\n".encode()
-        entry = tarfile.TarInfo(f"{name}/PKG-INFO")
-        entry.size = len(package_info)
-        archive.addfile(entry, io.BytesIO(package_info))
-        for source in SOURCES:
-            archive.add(FORK / source, f"{name}/{source}", filter=source_only)
+    target.write_bytes(gzip.compress(packed.getvalue(), mtime=0))
     return target.name
 
 
-def source_only(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    return None if "__pycache__" in entry.name else entry
+def files_under(path: Path) -> list[Path]:
+    found = path.rglob("*") if path.is_dir() else [path]
+    return [file for file in found if file.is_file() and "__pycache__" not in file.parts]

@@ -153,6 +153,7 @@ def fork(tmp_path_factory) -> Path:
     ignored = shutil.ignore_patterns("__pycache__", "build", "dist")
     for folder in ("python", "test/registered", "docs/upstream"):
         shutil.copytree(root / folder, target / folder, ignore=ignored)
+    shutil.copy(root / "LICENSE", target)
     # What the tables of the series are made of.
     (target / "benchmark").symlink_to(root / "benchmark")
     (target / "test" / "models").symlink_to(root / "test" / "models")

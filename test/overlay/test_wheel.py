@@ -185,8 +185,14 @@ def test_the_sdist_builds_the_same_fork(fork, fork_plan, tmp_path, pinned, monke
     with tarfile.open(tmp_path / name) as archive:
         archive.extractall(tmp_path, filter="data")
     root = tmp_path / name.removesuffix(".tar.gz")
-    assert (root / "PKG-INFO").exists()
     assert plan.make_plan(root, pinned).files() == fork_plan.files()
+    # A second one, from what was unpacked: at other times, beside no repository.
+    assert {"PKG-INFO", "LICENSE", "NOTICE"} <= {path.name for path in root.iterdir()}
+    monkeypatch.setattr(backend, "FORK", root)
+    (tmp_path / "again").mkdir()
+    assert (tmp_path / "again" / backend.build_sdist(str(tmp_path / "again"))).read_bytes() == (
+        tmp_path / name
+    ).read_bytes()
 
 
 def test_caches_of_tools_are_no_files_of_ours(small):
