@@ -169,7 +169,7 @@ def test_the_bump_that_was_tried_is_told_as_it_was():
     assert (
         f"{drift['unchanged']} of {drift['edits']} edits unchanged, {drift['symbol_changed']} symbols changed" in text
     )
-    assert f"{drift['report_lines']} lines" in text
+    assert f"{drift['used_changed']} names that we use changed; {drift['report_lines']} lines" in text
 
 
 def test_the_example_of_an_edit_is_one():
