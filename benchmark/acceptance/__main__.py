@@ -27,7 +27,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument("--arms", nargs="+", choices=arm.ARMS, metavar="ARM")
     group.add_argument("--seconds", type=float, default=75, help="no round begins that would end later")
     group.add_argument("--rounds", type=int, default=engine.MAX_ROUNDS, help="at most")
-    group.add_argument("--walk", type=Path, metavar="FILE", help="only finish FILE, of a run that was cut short")
+    group.add_argument("--walk", type=Path, metavar="FILE", help="only finish FILE, of a paired run or one cut short")
     group.add_argument("--logs", type=Path, help="a folder that keeps the Engines' logs")
     args = parser.parse_args(argv)
     args.arms = args.arms or list(engine.PAIRED_ARMS if args.paired else arm.ARMS)

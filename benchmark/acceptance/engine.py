@@ -10,10 +10,10 @@ where near-ties of the drafter fall either way: the rule, made before the first 
 by at most WALK_TOLERANCE.
 
 --paired asks for one ratio instead, as sharply as time allows: few arms, each on CPU cores of its own, prompt after
-prompt in turns, one more kind of text where branching can bring nothing, sampled answers in every round, no walk. What
+prompt in turns, one more kind of text where branching can bring nothing, sampled answers in every round. What
 else a machine does only ever adds to a time. So beside the median of the rounds' ratios, with its bootstrap interval,
 there is the quotient of tokens a step (mean of all rounds) and milliseconds a step (of each prompt the least of all
-rounds).
+rounds). --walk FILE adds the walk elsewhere.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from . import results
+from . import results, table
 from .arm import BLOCK, MAX_BATCH, MODELS
 from .deeper import make_deeper
 
@@ -282,6 +282,28 @@ def walk_of(told: list[dict], prompts: dict[str, list[str]]) -> list[dict]:
     return rows
 
 
+def ways_of(told: list[dict], prompts: dict[str, list[str]]) -> dict[str, dict[str, dict]]:
+    """{temperature: {kind: {way: its counts}}}: the answers of one tree's Engine walked in every way that there is, the
+    chain-seeded trees and the adaptive budget at several costs of a row among them."""
+    from .scores import Continuation, load_models, log_probs_of
+    from .walk import Study, Tally
+
+    target, drafter, tokenizer = load_models()
+    source = next((cell["arm"] for cell in told if cell["arm"].startswith("tree ")), None)
+    found: dict[str, dict[str, dict]] = {}
+    for cell in told:
+        if cell["arm"] != source:
+            continue
+        study = Study(BLOCK)
+        tallies = {way: Tally() for way in study.ways()}
+        for prompt, tokens in zip(prompts[cell["kind"]], cell["answers"], strict=True):
+            log_probs = log_probs_of(target, drafter, Continuation(tokenizer.encode(prompt).ids, tokens))
+            study.add(tokens, log_probs, BLOCK, tallies)
+        entries = {way: results.entry(tally) for way, tally in tallies.items()}
+        found.setdefault(cell["temperature"], {})[cell["kind"]] = entries
+    return found
+
+
 def problems_of(walks: list[dict], device: str) -> list[str]:
     tolerance = WALK_TOLERANCE[device]
     return [
@@ -319,8 +341,7 @@ def run(args: argparse.Namespace) -> int:
 
     def keep(found: dict) -> None:
         """A run that is cut short leaves this, for --walk."""
-        data["rows"] = rows_of_file(found)
-        data["first_answers"] = [] if args.paired else first_answers(found)
+        data["rows"], data["first_answers"] = rows_of_file(found), first_answers(found)
         part = args.out.with_name(f"{args.out.name}.part")
         part.write_text(json.dumps(data, indent=1) + "\n")
         part.replace(args.out)
@@ -345,20 +366,22 @@ def run(args: argparse.Namespace) -> int:
         finally:
             arms.close()
     keep(found)
+    if args.paired:  # --walk finishes it, where a minute costs less
+        print(table.engine_paired(data))
+        return 1 if data["header"]["not_measured"] else 0
     return finish(data, prompts, args.out)
 
 
 def finish(data: dict, prompts: dict[str, list[str]], out: Path) -> int:
     """The walk, the tables and the picture of what was measured."""
-    from . import plot, table
+    from . import plot
 
     answers = data.pop("first_answers")
-    data["walks"] = walk_of(answers, prompts) if answers else []
+    data["walks"], data["ways"] = walk_of(answers, prompts), ways_of(answers, prompts)
     data["problems"] = problems_of(data["walks"], data["header"]["device"])
     out.write_text(json.dumps(data, indent=1) + "\n")
     results.load_engine(out)
-    make = (table.engine_paired,) if data["header"]["paired"] else (table.engine_acceptance, table.engine_speeds)
-    print(*(of(data) for of in make), sep="\n\n")
+    print(table.engine_acceptance(data), table.engine_speeds(data), table.engine_ways(data), sep="\n\n")
     try:
         plot.draw_engine(data, out.with_suffix(".png"))
     except ImportError as error:  # python -m acceptance.plot FILE, elsewhere
@@ -373,7 +396,7 @@ def walk_file(path: Path, out: Path) -> int:
     data = json.loads(path.read_text())
     counts = data["header"]["prompts"]
     document = json.loads((MODELS / "expected_steps.json").read_text())
-    prompts = {k: texts[: counts[k]] for k, texts in chosen_prompts(document["entries"], None).items()}
+    prompts = chosen_prompts(document["entries"], None, counts)
     return finish(data, prompts, out)
 
 

@@ -131,3 +131,8 @@ def engine_paired(data: dict) -> str:
         ])  # fmt: skip
     columns = ["over chain (DFLASH)", "", "tokens a step", "least ms a step", "median of rounds (95 %)", "of the least"]
     return markdown(columns, lines)
+
+
+def engine_ways(data: dict) -> str:
+    """The answers of Engines, walked in every way."""
+    return acceptance_lengths({"walks": data["ways"]})

@@ -4,6 +4,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -320,6 +321,28 @@ def test_steps_that_the_walk_does_not_take_are_a_problem():
         "tree 8, T = 0, code: 101 steps, 100 in the walk", "tree 8, T = 0, prose: 110 steps, 100 in the walk"
     ]  # fmt: skip
     assert [p.split(":")[0] for p in engine.problems_of(walks, "cuda")] == ["tree 8, T = 0, prose"]
+
+
+def test_answers_of_an_engine_are_walked_in_every_way(monkeypatch):
+    """Of one arm: the first tree. Scores that know the answer let every way take whole blocks."""
+    tokens = list(range(10, 34))
+    known = torch.full((len(tokens), arm.BLOCK - 1, 90), -9.0)
+    for start in range(len(tokens)):
+        for depth, token in enumerate(tokens[start + 1 : start + arm.BLOCK]):
+            known[start, depth, token] = 0.0
+    monkeypatch.syspath_prepend(str(arm.MODELS))
+    scores = pytest.importorskip("acceptance.scores")
+    encode = SimpleNamespace(encode=lambda prompt: SimpleNamespace(ids=[1, 2]))
+    monkeypatch.setattr(scores, "load_models", lambda: (None, None, encode))
+    monkeypatch.setattr(scores, "log_probs_of", lambda target, drafter, continuation: known)
+    told = [
+        {"arm": name, "temperature": "0", "kind": "code", "steps": 3, "answers": [tokens]}
+        for name in ("dflash", "tree 16", "tree 64")
+    ]
+    ways = engine.ways_of(told, {"code": ["a"]})["0"]["code"]
+    assert {ways[way]["steps"] for way in ("chain", "tree 64", "seeded 8", "seeded 64")} == {3}
+    assert ways["chain"]["tokens"] == 23
+    assert len(table.engine_ways({"ways": {"0": {"code": ways}}}).splitlines()) == 2 + 1 + 2 * len(WIDTHS)
 
 
 def test_the_committed_file_of_engines_is_consistent_and_fills_its_tables():

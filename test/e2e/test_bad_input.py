@@ -104,3 +104,21 @@ def test_a_model_without_mla_is_refused(servers, tmp_path):
         "ValueError: kdtree_sm120 serves MLA models (DeepSeek V3, Kimi K2 family), and LlamaForCausalLM is none; use "
         "--attention-backend torch_reference on a CPU, triton on a GPU." in log
     )
+
+
+def test_a_target_that_gives_no_hidden_states_is_refused(servers, tmp_path):
+    """Upstream's own refusal, before graphs are captured: DDTREE asks for them as DFLASH does."""
+    config = {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 2048, "hidden_size": 256,
+        "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 512, "torch_dtype": "float32",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODELS / "target" / name, tmp_path)
+    returncode, log = servers.run(
+        ["--model-path", str(tmp_path), "--load-format", "dummy", "--device", "cpu",
+         "--attention-backend", "torch_reference", *speculative("DDTREE")]
+    )  # fmt: skip
+    assert returncode != 0
+    assert "ValueError: Model Qwen2ForCausalLM implements neither set_dspark_layers_to_capture nor" in log
