@@ -58,7 +58,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="work here, and leave it there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what ran, and for how long")
     args = parser.parse_args()
-    python = shutil.which(args.python) or sys.exit(f"check: no {args.python} here: install it, or name one: --python")
+    python = interpreter(args.python)
     global below
     below = args.root.resolve() if args.root else below
     if (args.system or args.root) and not layers():
@@ -76,6 +76,15 @@ def main() -> int:
         args.json.write_text(record(python, ran, size, extent=extent), encoding="utf-8")
     print(f"check: {failed} of {len(ran)} commands failed" + (f", {todo - len(ran)} not run" if failed else ""))
     return 1 if failed else 0
+
+
+def interpreter(name: str) -> str:
+    """The program itself: what PATH holds may be a stand-in of pyenv's, which starts another one or none."""
+    asked = [shutil.which(name) or name, "-c", "import sys; print(sys.executable)"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        sys.exit(f"check: no {name} here that starts: install it, or name one: --python")
 
 
 def prepare(python: str, scratch: Path, *, full: bool) -> None:

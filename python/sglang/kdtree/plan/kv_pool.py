@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV bytes per token and the size of the KV pool, as the pinned SGLang computes them.
+"""KV bytes per token and the size of the KV pool, as the pinned SGLang computes them in
+KVCacheConfigurator._profile_available_bytes and DefaultPoolConfigurator.
 
 tokens = floor((P * f - R) / c), then down to a whole page, where
-  P  free GPU memory before the weights are loaded (the least of all ranks),
+  P  free GPU memory before the weights are loaded (measure_pre_model_load_memory: the least of all ranks),
   f  --mem-fraction-static,
   R  what is resident when the pool is sized (weights, library workspaces) and what is kept
      out of the KV budget (the cache of image embeddings of a multimodal model),
@@ -12,8 +13,6 @@ The remaining P * (1 - f) is the slack for everything allocated later.
 
 from __future__ import annotations
 
-import msgspec
-
 from sglang.kdtree.model_shape import DrafterShape, TargetShape
 
 # SGLANG_VLM_CACHE_SIZE_MB of the pinned release. --mm-feature-transport cuda_ipc or cuda_vmm
@@ -22,35 +21,12 @@ EMBEDDING_CACHE_BYTES = 100 << 20
 ELEMENT_BYTES = {"bf16": 2, "fp8": 1}
 
 
-class Accounting(msgspec.Struct, frozen=True, kw_only=True):
-    """How an SGLang version charges the drafter to the KV budget."""
-
-    name: str
-    drafter_kv_by_layers: (
-        bool  # target bytes scaled by layer count instead of the drafter's own
-    )
-    drafter_weights_in_slack: bool  # drafter loaded after the pool was sized
-    embedding_cache_reserved: bool  # of a multimodal model, out of the KV budget
-
-
+# How a server charges the drafter to the KV budget; the first is what the pinned release does.
 ACCOUNTING = {
-    "own-geometry": Accounting(
-        name="own-geometry",
-        drafter_kv_by_layers=False,
-        drafter_weights_in_slack=False,
-        embedding_cache_reserved=True,
-    ),
-    "layer-scaled": Accounting(
-        name="layer-scaled",
-        drafter_kv_by_layers=True,
-        drafter_weights_in_slack=True,
-        embedding_cache_reserved=False,
-    ),
-}
-
-CHARGED_BY = {
-    "own-geometry": "as this fork does: by its own KV, and loaded before the pool",
-    "layer-scaled": "as older releases: by its layers, and loaded after the pool",
+    "own-geometry": "loaded before the pool is sized (Scheduler.init_model_worker), charged by its own KV heads "
+    "(dflash_draft_cell_size_per_token), as this fork does",
+    "layer-scaled": "loaded after the pool is sized, charged as so many layers of the target "
+    "(scale_kv_cell_size_per_token_for_dflash without the drafter's own figure), as older releases did",
 }
 
 
@@ -70,11 +46,11 @@ def drafter_cell_bytes(
     target_cell: int,
     attention_tp: int,
     kv_dtype: str,
-    accounting: Accounting,
+    accounting: str,
 ) -> int:
     if shape is None:
         return 0
-    if accounting.drafter_kv_by_layers:
+    if accounting == "layer-scaled":
         scaled = -(
             -target_cell * (target.num_layers + shape.num_layers) // target.num_layers
         )

@@ -13,9 +13,11 @@ from sglang.kdtree.model_shape import DrafterShape, TargetShape
 from sglang.kdtree.plan import buffers, kv_pool, machine, weights
 from sglang.kdtree.plan.calibrate import Calibration
 
-# On 8 x RTX PRO 6000 with Kimi K2.6, TP 8, and its drafter.
+# On 8 x RTX PRO 6000 with Kimi K2.6, TP 8, and its drafter. No higher one is chosen unless it is asked for.
 PROVEN_FRACTION = 0.93
 OUT_OF_MEMORY_FRACTION = 0.94  # at a 32k prefill
+# How far the plan was from the two pools that it could be compared with.
+POOL_ERROR = 0.03
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +36,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int
     kv_dtype: str
     backend: str
-    accounting: kv_pool.Accounting
+    accounting: str  # of kv_pool.ACCOUNTING
     reserved_bytes: int
     calibration: Calibration | None = None
 
@@ -58,13 +60,20 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def embedding_cache_bytes(self) -> int:
-        reserved = self.accounting.embedding_cache_reserved
-        has_images = self.target.vision_params > 0
-        return kv_pool.EMBEDDING_CACHE_BYTES if reserved and has_images else 0
+        """Kept out of the KV budget of a multimodal model, which older releases did not."""
+        kept = self.accounting == "own-geometry" and self.target.vision_params > 0
+        return kv_pool.EMBEDDING_CACHE_BYTES if kept else 0
 
     @property
     def wanted_tokens(self) -> int:
         return self.requests_per_rank * self.row_tokens
+
+    @property
+    def sure_tokens(self) -> int:
+        """The pool that holds the wish also if the plan is wrong by as much as it ever was."""
+        return math.ceil(
+            self.wanted_tokens * (1 if self.calibration else 1 + POOL_ERROR)
+        )
 
 
 class Static(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,7 +210,7 @@ def static_memory(wish: Wish) -> Static:
         accounting=wish.accounting,
     )
     late, resident_parts = late_allocations(wish), target_parts
-    if wish.accounting.drafter_weights_in_slack:
+    if wish.accounting == "layer-scaled":
         late["drafter weights"] = weights.rank_bytes(drafter_parts)
     else:
         resident_parts = target_parts + drafter_parts
@@ -274,9 +283,11 @@ def evaluate(wish: Wish, static: Static, *, fraction: float) -> Outcome:
         reasons.append(
             f"the weights alone need --mem-fraction-static above {static.resident_bytes / static.free_bytes:.3f}"
         )
-    elif tokens < wish.wanted_tokens:
+    elif tokens < wish.sure_tokens:
+        unsure = f" and {POOL_ERROR:.0%} more, by which a plan without --observed may be wrong"
         reasons.append(
             f"the pool holds {tokens:,} tokens, the wish needs {wish.wanted_tokens:,}"
+            + unsure * (tokens >= wish.wanted_tokens)
         )
     if margin < 0:
         reasons.append(
@@ -301,7 +312,7 @@ def largest_fraction(static: Static) -> float:
 def smallest_fraction(wish: Wish, static: Static) -> float:
     """The smallest fraction, in steps of 0.01, whose pool holds the wish."""
     needed = kv_pool.fraction_for_tokens(
-        tokens=wish.wanted_tokens,
+        tokens=wish.sure_tokens,
         free_bytes=static.free_bytes,
         resident_bytes=static.resident_bytes,
         cell_bytes=static.cell_bytes,
@@ -312,7 +323,9 @@ def smallest_fraction(wish: Wish, static: Static) -> float:
 def choose_fraction(
     wish: Wish, static: Static, *, near: float = PROVEN_FRACTION
 ) -> float:
-    return min(largest_fraction(static), max(near, smallest_fraction(wish, static)))
+    """From near upwards, as far as a start is known to have run; lower where the slack asks for it."""
+    wanted = max(near, smallest_fraction(wish, static))
+    return min(largest_fraction(static), PROVEN_FRACTION, wanted)
 
 
 def solve(wish: Wish, *, fraction: float | None = None) -> tuple[Static, Outcome]:
@@ -354,7 +367,7 @@ def nearest_wishes(
 def _single_changes(wish: Wish, *, fraction: float | None):
     replace = msgspec.structs.replace
     if wish.calibration is None and wish.kv_dtype == "bf16":
-        yield "--kv-cache-dtype fp8_e4m3", replace(wish, kv_dtype="fp8")
+        yield "--kv-dtype fp8", replace(wish, kv_dtype="fp8")
     if wish.max_requests > wish.concurrency:
         yield (
             f"--max-running-requests {wish.concurrency}",

@@ -16,6 +16,8 @@ from sglang.kdtree.plan import calibrate, kv_pool, machine, weights
 from sglang.kdtree.plan.command import ENVIRONMENT, launch_flags, shell_command
 from sglang.kdtree.plan.solve import (
     OUT_OF_MEMORY_FRACTION,
+    POOL_ERROR,
+    PROVEN_FRACTION,
     Outcome,
     Static,
     Wish,
@@ -25,9 +27,6 @@ from sglang.kdtree.plan.solve import (
     static_memory,
 )
 from sglang.kdtree.result import Result
-
-# How far the plan was from the two pools that it could be compared with.
-POOL_ERROR = 0.03
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +102,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--accounting",
         choices=list(kv_pool.ACCOUNTING),
         default="own-geometry",
-        help="how the drafter is charged: own-geometry as in this fork, layer-scaled as in releases that size its KV by layer count and load it afterwards",
+        help="; ".join(
+            f"{n}: drafter {text}" for n, text in kv_pool.ACCOUNTING.items()
+        ),
     )
     add(
         "--reserved",
@@ -146,8 +147,7 @@ def run(args: argparse.Namespace, console: Any) -> Result:
             msgspec.to_builtins(c) | {"used": c is chosen} for c in calibrations
         ],
         "assumptions": assumptions(wish, static),
-        "warnings": unread
-        + warnings(wish, static, outcome, offered=[o for _, _, o in alternatives]),
+        "warnings": unread + warnings(wish, static, outcome),
         "alternatives": [
             {
                 "change": label,
@@ -191,7 +191,7 @@ def wish_from(args: argparse.Namespace) -> Wish:
         page_size=args.page_size,
         kv_dtype=args.kv_dtype,
         backend=args.attention_backend,
-        accounting=kv_pool.ACCOUNTING[args.accounting],
+        accounting=args.accounting,
         reserved_bytes=(
             machine.parse_bytes(args.reserved, argument="--reserved")
             if args.reserved
@@ -254,8 +254,8 @@ def numbers(wish: Wish, static: Static, outcome: Outcome) -> dict[str, Any]:
 def by_accounting(wish: Wish, *, fraction: float) -> dict[str, int]:
     """The pool's tokens by every way to charge the drafter; a calibration has its own."""
     wishes = {
-        name: msgspec.structs.replace(wish, accounting=accounting)
-        for name, accounting in kv_pool.ACCOUNTING.items()
+        name: msgspec.structs.replace(wish, accounting=name)
+        for name in kv_pool.ACCOUNTING
     }
     return {
         name: evaluate(other, static_memory(other), fraction=fraction).pool_tokens
@@ -302,9 +302,9 @@ def assumptions(wish: Wish, static: Static) -> list[dict[str, str]]:
             reserve_reason(wish),
         ),
         (
-            f"drafter charged by {wish.accounting.name}",
-            "assumed",
-            f"{kv_pool.CHARGED_BY[wish.accounting.name]} (--accounting)",
+            f"drafter charged by {wish.accounting}",
+            "derived" if wish.accounting == "own-geometry" else "assumed",
+            f"{kv_pool.ACCOUNTING[wish.accounting]} (--accounting)",
         ),
         (
             f"{static.late['prefill activations'] / wish.chunk / 1e6:.2f} MB of activations a token of a prefill chunk",
@@ -358,27 +358,31 @@ def reserve_reason(wish: Wish) -> str:
     )
 
 
-def warnings(
-    wish: Wish, static: Static, outcome: Outcome, *, offered: list[Outcome]
-) -> list[str]:
+def warnings(wish: Wish, static: Static, outcome: Outcome) -> list[str]:
     found = [
         "--context-length does not size the pool: memory does. It only limits a request and widens per-request tables."
     ]
-    highest = max(o.fraction for o in [outcome, *offered])
-    if highest >= OUT_OF_MEMORY_FRACTION:
-        found.append(
-            f"{highest:g} is at or above {OUT_OF_MEMORY_FRACTION}, which ran out of memory at a 32k prefill on "
-            "8 x RTX PRO 6000 (Kimi K2.6, its drafter loaded after the pool): test a full-length prefill before use."
+    if outcome.fraction >= PROVEN_FRACTION:
+        higher = (
+            "plan goes no higher unless --mem-fraction-static asks for it."
+            if outcome.fraction < OUT_OF_MEMORY_FRACTION
+            else f"{outcome.fraction:g} was asked for; test a full-length prefill before use."
         )
+        found.append(
+            f"{OUT_OF_MEMORY_FRACTION:g} ran out of memory at a 32k prefill on 8 x RTX PRO 6000 (Kimi K2.6, its drafter "
+            f"loaded after the pool), {PROVEN_FRACTION:g} did not: {higher}"
+        )
+    pools = by_accounting(wish, fraction=outcome.fraction)
+    for name in pools:
+        apart = pools[name] / max(1, outcome.pool_tokens) - 1
+        if abs(apart) > POOL_ERROR:
+            found.append(
+                f"the pool is counted by {wish.accounting}; by {name} it would be {pools[name]:,} tokens ({apart:+.1%}): "
+                f"drafter {kv_pool.ACCOUNTING[name]}."
+            )
     if outcome.fits and outcome.margin_bytes < 0.005 * static.free_bytes:
         found.append(
             f"only {outcome.margin_bytes / 1e9:.2f} GB of slack are unclaimed."
-        )
-    spare = outcome.pool_tokens / wish.wanted_tokens - 1
-    if outcome.fits and not wish.calibration and spare < POOL_ERROR:
-        found.append(
-            f"the pool is {spare:.1%} larger than the wish, and an uncalibrated plan may be wrong by {POOL_ERROR:.0%}: "
-            "start once, then give --observed."
         )
     if wish.backend == "triton" and wish.tree_size > 1:
         share = static.late["triton graph and mask buffers"]
@@ -451,7 +455,7 @@ def render(result: Result, console: Any) -> None:
             f"{pool['tokens']:,} tokens, {_gb(rank['kv_pool'])}; wanted {pool['wanted_tokens']:,}",
         ),
         *[
-            (f"  {name}", f"{tokens:,} tokens: drafter {kv_pool.CHARGED_BY[name]}")
+            (f"  by {name}", f"{tokens:,} tokens")
             for name, tokens in pool["by_accounting"].items()
         ],
         ("slack", _gb(rank["slack"])),
