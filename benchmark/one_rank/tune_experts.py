@@ -151,7 +151,7 @@ class Experts:
         if product == "up":
             return torch.einsum("th,tenh->ten", batch["inputs"][product].float(), chosen)
         inputs = batch["inputs"][product].float().view(tokens, self.experts, -1)
-        return torch.einsum("tew,tehw->teh", inputs, chosen) * batch["shares"][..., None]
+        return torch.einsum("bew,behw->beh", inputs, chosen) * batch["shares"][..., None]
 
     def reason_wrong(self, product: str, tokens: int, tiles: dict[str, int], expected) -> str | None:
         """Whether the kernel with these tiles gives what torch gives."""
