@@ -51,7 +51,7 @@ START_TIMEOUT_S = {"cuda": 120, "cpu": 900}
 ON_CPU = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0"}
 SAMPLED_ROUND = 1  # one of all: sampled answers differ, so they are for acceptance, not for speed
 WARM_TOKENS = 16
-HEAD_START_S = {"cuda": 6, "cpu": 0}
+HEAD_START_S = {"cuda": 8, "cpu": 0}
 MIN_ROUNDS, MAX_ROUNDS = 2, 9
 WALK_TOLERANCE = {"cpu": 0.0, "cuda": 0.05}
 
@@ -67,12 +67,9 @@ class Arms:
         self.processes: dict[str, subprocess.Popen] = {}
         with Listener(self.address, family="AF_UNIX") as listener:
             self._start([name for name in names if name != "auto"])
-            # auto measures at the end of its start what a step costs: not while the others still capture graphs.
-            if is_paired:
-                self._accept(listener, [name for name in names if name != "auto"])
-            elif "auto" in names:
-                time.sleep(HEAD_START_S[device])
             if "auto" in names:
+                # It measures at the end of its start what a step costs: not while the others still capture graphs.
+                time.sleep(HEAD_START_S[device])
                 self._start(["auto"])
             self._accept(listener, names)
 
@@ -145,10 +142,10 @@ def batches_of(prompts: list[str], size: int) -> list[list[str]]:
 
 
 def cells(prompts: dict[str, list[str]]) -> list[tuple[str, str, int]]:
-    """Sampled answers, and those to long prompts, one at a time alone."""
+    """Sampled answers, and those to long prompts, one at a time alone. None that repeats its prompt is sampled."""
     return [
         (t, kind, size) for t in results.TEMPERATURES for size in BATCHES for kind in prompts
-        if size == 1 or (t == "0" and kind != "long")
+        if (size == 1 or (t == "0" and kind != "long")) and (t == "0" or kind != "repeat")
     ]  # fmt: skip
 
 
@@ -181,7 +178,7 @@ def measure(
     every = cells(prompts)
     greedy = [cell for cell in every if cell[0] == "0"]
     sampled = [cell for cell in every if cell[0] != "0"]
-    run(every if is_paired else greedy, 0, tokens if is_paired else WARM_TOKENS)  # kernels are compiled and loaded
+    run(every if is_paired else greedy, 0, WARM_TOKENS)  # kernels are compiled and loaded
     found.clear()
     begin = last = time.monotonic()
     for number in range(rounds):

@@ -32,11 +32,13 @@ OPTIONS = options_up_to(32, BLOCK)
 WIDTHS = tuple(sorted({option.width for option in OPTIONS}))
 
 
-def table(step_ms, node_ms=0.0, batch_sizes=(1,), contexts=(0,)):
+def table(step_ms, node_ms=0.0, chain_ms=None, batch_sizes=(1,), contexts=(0,)):
     """The same time at every batch size and context."""
-    plane = tuple(tuple(tuple(map(float, step_ms)) for _ in contexts) for _ in batch_sizes)
+    widths = WIDTHS if chain_ms is None else (0, *WIDTHS)
+    step = tuple(map(float, step_ms if chain_ms is None else [chain_ms, *step_ms]))
+    plane = tuple(tuple(step for _ in contexts) for _ in batch_sizes)
     nodes = tuple(tuple(float(node_ms) for _ in contexts) for _ in batch_sizes)
-    return CostTable(batch_sizes=batch_sizes, contexts=contexts, widths=WIDTHS, step_ms=plane, node_ms=nodes)
+    return CostTable(batch_sizes=batch_sizes, contexts=contexts, widths=widths, step_ms=plane, node_ms=nodes)
 
 
 def test_options_start_with_the_chain_and_end_with_the_widest_tree():
@@ -84,12 +86,21 @@ def test_costs_between_points_are_linear_and_beyond_them_the_edge():
         batch_sizes=(1, 5), contexts=(100, 200), widths=(4, 8),
         step_ms=(((1.0, 2.0), (3.0, 4.0)), ((5.0, 6.0), (7.0, 8.0))), node_ms=((0.0, 1.0), (2.0, 3.0)),
     )  # fmt: skip
-    costs.check([4, 8])
-    assert costs.step(1, 100, 4) == 1.0 and costs.step(1, 150, 8) == 3.0 and costs.step(3, 100, 4) == 3.0
-    assert costs.step(3, 150, 8) == 5.0 and costs.step(100, 10**6, 8) == 8.0 and costs.step(1, 0, 8) == 2.0
-    assert costs.node(3, 150) == 1.5
+    costs.check([Option(4), Option(8, is_chain=True)])
+    four, eight, chain = Option(4), Option(8), Option(8, is_chain=True)
+    assert costs.step(1, 100, four) == 1.0 and costs.step(1, 150, eight) == 3.0 and costs.step(3, 100, four) == 3.0
+    assert costs.step(3, 150, eight) == 5.0 and costs.step(100, 10**6, eight) == 8.0 and costs.step(1, 0, eight) == 2.0
+    assert costs.node(3, 150) == 1.5 and costs.step(3, 150, chain) == 5.0
+    of_chain = CostTable(
+        batch_sizes=(1,), contexts=(0,), widths=(0, 4), step_ms=(((1.5, 2.0),),), node_ms=((0.0,),)
+    )  # fmt: skip
+    of_chain.check([four, chain])
+    assert (of_chain.step(1, 0, chain), of_chain.step(1, 0, four)) == (1.5, 2.0)
+    with pytest.raises(ValueError, match=r"it has widths \[0, 4\], and this server also verifies \[8\]"):
+        of_chain.check([eight])
 
 
+FOUR_AND_EIGHT = [Option(4), Option(8)]
 TABLE = dict(batch_sizes=[1], contexts=[0], widths=[4, 8], step_ms=[[[1.0, 2.0]]], node_ms=[[0.0]])
 
 
@@ -111,10 +122,10 @@ TABLE = dict(batch_sizes=[1], contexts=[0], widths=[4, 8], step_ms=[[[1.0, 2.0]]
 def test_mistakes_in_a_cost_table_are_named(tmp_path, change, message):
     file = tmp_path / "costs.json"
     file.write_text(json.dumps(TABLE))
-    load_costs(str(file)).check([4, 8])
+    load_costs(str(file)).check(FOUR_AND_EIGHT)
     file.write_text(json.dumps(TABLE | change))
     with pytest.raises(ValueError, match=message):
-        load_costs(str(file)).check([4, 8])
+        load_costs(str(file)).check(FOUR_AND_EIGHT)
 
 
 def test_parse_budget():
@@ -198,7 +209,13 @@ COSTS = {
     "rows cost a little": [10, 10.2, 10.8, 12],
     "rows are all there is": [4, 8, 16, 32],
     "a step, then rows": [12, 16, 24, 40],
+    "a tree costs more than a chain": [10, 10, 10, 10, 9.4],  # the last one is the chain's
 }
+
+
+def table_of(cost):
+    steps = COSTS[cost]
+    return table(steps[: len(WIDTHS)], chain_ms=steps[-1] if len(steps) > len(WIDTHS) else None)
 
 
 @cache
@@ -245,7 +262,7 @@ def simulate(names, costs, steps, seed=0, lag=2):
         option = budget.choose(["a"], 0).option
         for totals, taken in [(ours, option), *((fixed[o], o) for o in OPTIONS)]:
             totals[0] += 1 + drafts[taken]
-            totals[1] += costs.step(1, 0, taken.width)
+            totals[1] += costs.step(1, 0, taken)
         chain_drafts = drafts[OPTIONS[0]]
         length = drafts[option] + 1  # what is committed tells no more of the chain
         is_open = chain_drafts >= length and length < BLOCK - 1
@@ -260,7 +277,7 @@ def simulate(names, costs, steps, seed=0, lag=2):
 @pytest.mark.parametrize("cost", COSTS)
 @pytest.mark.parametrize("name", TEXTS)
 def test_never_two_per_cent_slower_than_the_chain(name, cost):
-    adaptive, chain, best = simulate(lambda i: name, table(COSTS[cost]), steps=1500)
+    adaptive, chain, best = simulate(lambda i: name, table_of(cost), steps=1500)
     assert adaptive >= 0.98 * chain
     assert adaptive >= 0.96 * best, "a fixed tree is better"
 
@@ -269,7 +286,7 @@ def test_never_two_per_cent_slower_than_the_chain(name, cost):
 def test_texts_that_change_are_followed(cost):
     """A text of another kind every 100 steps: as a whole still not slower than the chain."""
     kinds = list(TEXTS)
-    adaptive, chain, _ = simulate(lambda i: kinds[i // 100 % len(kinds)], table(COSTS[cost]), steps=2400, seed=1)
+    adaptive, chain, _ = simulate(lambda i: kinds[i // 100 % len(kinds)], table_of(cost), steps=2400, seed=1)
     assert adaptive >= 0.98 * chain
 
 

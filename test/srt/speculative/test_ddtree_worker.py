@@ -31,7 +31,7 @@ def make_step():
         prefix_lens=torch.tensor(PREFIXES),
         batch_size=2,
         num_nodes=NODES,
-        max_lens_cpu=torch.tensor([11, 7]),  # an upper bound
+        max_lens_sum=11 + 7,  # an upper bound
     )
 
 
@@ -148,15 +148,19 @@ def test_the_tree_ops_are_tried_at_start_up(monkeypatch):
 
 def test_lengths_on_the_host_are_upper_bounds():
     """The scheduler keeps none where no backend asks for them; then what is reserved bounds them."""
-    lens = torch.tensor([5, 2])
-    exact = SimpleNamespace(seq_lens_cpu=lens, reqs=[])
-    assert [x.tolist() for x in host_lens(exact, SimpleNamespace(nxt_kv_lens_cpu=None), NODES)] == [[5, 2], [9, 6]]
+
+    def told(*arguments):
+        lens, total = host_lens(*arguments, NODES)
+        assert total == int(lens.sum())
+        return lens.tolist()
+
+    nothing = SimpleNamespace(nxt_kv_lens_cpu=None)
+    exact = SimpleNamespace(seq_lens_cpu=torch.tensor([5, 2]), reqs=[])
+    assert told(exact, nothing) == [9, 6]
     reqs = [SimpleNamespace(kv=SimpleNamespace(kv_allocated_len=n)) for n in (16, 11)]
     bound = SimpleNamespace(seq_lens_cpu=None, reqs=reqs)
-    reserved = SimpleNamespace(nxt_kv_lens_cpu=torch.tensor([13, 10]))
-    assert [x.tolist() for x in host_lens(bound, reserved, NODES)] == [[13, 10], [13, 10]]
-    nothing = SimpleNamespace(nxt_kv_lens_cpu=None)
-    assert [x.tolist() for x in host_lens(bound, nothing, NODES)] == [[16, 11], [16, 11]]
+    assert told(bound, SimpleNamespace(nxt_kv_lens_cpu=torch.tensor([13, 10]), nxt_kv_lens_sum=23)) == [13, 10]
+    assert told(bound, nothing) == [16, 11]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from sglang.srt.speculative.ddtree_budget import Decision, Option
 from sglang.srt.speculative.ddtree_draft import DraftCandidates
 from sglang.srt.speculative.ddtree_report import option_codes
 from sglang.srt.speculative.ddtree_sampling import adjust_logits, target_tokens
+from sglang.srt.speculative.ddtree_step import TreeStep
 from sglang.srt.speculative.ddtree_worker import DDTreeWorker
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
@@ -144,8 +145,7 @@ def test_a_step(device, greedy, layout, option, learns):
     step = SimpleNamespace(
         prefix_lens=prefix, batch_size=BATCH, plan=Plan(device), num_nodes=nodes, max_path=DEPTH + 1, window=NODES,
         root=root, decision=Decision(option, min_log_prob=-50.0), positions=prefix[:, None] + window,
-        learns=learns,
-        max_lens_cpu=SimpleNamespace(sum=lambda: 13 + 10),  # a host tensor on a GPU too: may be read
+        learns=learns, max_lens_sum=13 + 10, of_path=lambda of_window: TreeStep.of_path(step, of_window),
     )  # fmt: skip
     runner = SimpleNamespace(attn_backend=make_backend(layout, device), kv_index_translator=None)
     worker = Worker(

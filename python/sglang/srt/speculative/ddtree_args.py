@@ -94,8 +94,7 @@ def check_budget(args: Any, num_nodes: int) -> None:
             "DDTREE: --speculative-ddtree-costs needs --speculative-ddtree-budget auto."
         )
     options = options_up_to(num_nodes, args.speculative_dflash_block_size)
-    table = load_costs(args.speculative_ddtree_costs)
-    table.check([option.width for option in options])
+    load_costs(args.speculative_ddtree_costs).check(options)
 
 
 def check_draft_window(args: Any, draft: DraftShape) -> None:

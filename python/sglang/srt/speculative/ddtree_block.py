@@ -29,6 +29,7 @@ class DraftReads(msgspec.Struct, frozen=True):
 
     lens: torch.Tensor  # [b]
     max_lens_cpu: torch.Tensor  # [b] on the host: an upper bound
+    max_lens_sum: int
     plan: KVLocPlan
 
 
@@ -53,7 +54,7 @@ def draft_forward_batch(worker: DDTreeWorker, step: TreeStep) -> ForwardBatch:
         req_pool_indices=batch.req_pool_indices,
         seq_lens=reads.lens,
         out_cache_loc=None,
-        seq_lens_sum=int(reads.max_lens_cpu.sum()),
+        seq_lens_sum=reads.max_lens_sum,
         seq_lens_cpu=reads.max_lens_cpu,
         positions=step.positions[:, :length].reshape(-1),
         input_embeds=embeds.view(num_tokens, -1),
@@ -80,7 +81,9 @@ def draft_reads(worker: DDTreeWorker, step: TreeStep) -> DraftReads:
     """All of the prefix, or with --speculative-draft-window-size its end, for which
     the drafter has a table of slots of its own."""
     if not worker.use_compact_draft_cache:
-        return DraftReads(step.prefix_lens, step.max_lens_cpu, step.plan)
+        return DraftReads(
+            step.prefix_lens, step.max_lens_cpu, step.max_lens_sum, step.plan
+        )
     worker._ensure_draft_block_buffers(step.batch_size)
     batch, bound = step.batch, worker._draft_seq_lens_cpu_buf[: step.batch_size]
     lens = worker._compute_compact_draft_seq_lens(step.prefix_lens)
@@ -104,4 +107,4 @@ def draft_reads(worker: DDTreeWorker, step: TreeStep) -> DraftReads:
         seq_lens_cpu=bound,
         read_extent=step.block_size,
     )
-    return DraftReads(lens, bound, plan)
+    return DraftReads(lens, bound, int(bound.sum()), plan)

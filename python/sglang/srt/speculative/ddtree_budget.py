@@ -71,20 +71,23 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     batch_sizes: Tuple[int, ...]
     contexts: Tuple[int, ...]  # tokens of prefix
-    widths: Tuple[int, ...]  # verified tokens a request
+    # Verified tokens a request, as a tree. 0 = the chain; if missing, it costs what a
+    # tree of its width does.
+    widths: Tuple[int, ...]
     step_ms: Tuple[Tuple[Tuple[float, ...], ...], ...]  # [batch size][context][width]
     # What a node in use costs more than an unused one. [batch size][context]
     node_ms: Tuple[Tuple[float, ...], ...]
 
-    def check(self, widths: Sequence[int]) -> None:
-        """ValueError unless the table is complete and has these widths."""
+    def check(self, options: Sequence[Option]) -> None:
+        """ValueError unless the table is complete and has what these cost."""
         for name in ("batch_sizes", "contexts", "widths"):
             axis = getattr(self, name)
             if not axis or list(axis) != sorted(set(axis)) or axis[0] < 0:
                 raise ValueError(
                     f"DDTREE cost table: {name} must ascend from 0 or more, got {axis}."
                 )
-        missing = sorted(set(widths) - set(self.widths))
+        widths = {o.width for o in options if not (o.is_chain and 0 in self.widths)}
+        missing = sorted(widths - set(self.widths))
         if missing:
             raise ValueError(
                 f"DDTREE cost table: it has widths {list(self.widths)}, and this server "
@@ -108,9 +111,10 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "not below it."
             )
 
-    def step(self, batch_size: int, context: int, width: int) -> float:
+    def step(self, batch_size: int, context: int, option: Option) -> float:
         """Linear between points; beyond the grid the nearest edge."""
-        column = self.widths.index(width)
+        is_known = option.is_chain and 0 in self.widths
+        column = self.widths.index(0 if is_known else option.width)
         return self._between(
             batch_size, context, lambda b, c: self.step_ms[b][c][column]
         )
@@ -190,7 +194,7 @@ class AdaptiveBudget:
     overlap scheduling that is after the next step was chosen."""
 
     def __init__(self, options: Sequence[Option], costs: CostTable):
-        costs.check([option.width for option in options])
+        costs.check(options)
         self.options, self.costs = tuple(options), costs
         self.current = 1 + min(
             range(len(options) - 1),
@@ -233,9 +237,7 @@ class AdaptiveBudget:
         key = batch_size, place
         if key != self.costs_key:
             context = place * CONTEXT_STEP
-            steps = [
-                self.costs.step(batch_size, context, o.width) for o in self.options
-            ]
+            steps = [self.costs.step(batch_size, context, o) for o in self.options]
             node_ms = self.costs.node(batch_size, context)
             self.costs_key, self.costs_there = key, (steps, node_ms)
         return self.costs_there

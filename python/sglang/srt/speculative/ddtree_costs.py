@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures at start-up what a decode step of each width costs on this machine.
 
-The steps are real ones (draft, tree, verify, accept) of requests that do not exist: they
-read and write slot 0, which belongs to no request. Their KV is therefore in the cache of
-the device, and the time of reading a long prefix is a lower bound; it is the same for
-every width.
+The steps are real ones, from draft to commit, of requests that do not exist: they read
+and write slot 0, which belongs to no request. Their KV is therefore in the cache of the
+device, and the time of reading a long prefix is a lower bound; it is the same for every
+width.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Callable, List, Sequence, Tuple
+from typing import TYPE_CHECKING, Callable, List, Sequence
 
 import sgl_kernel_sm120
 import torch
@@ -43,7 +43,6 @@ STEPS = 2  # of a repeat, behind one that is not timed
 # A CPU is for trying things out: fewer points, a start that is not much longer.
 CPU_BATCH_SIZES = (1, 8)
 CPU_CONTEXTS = (256,)
-CPU_REPEATS = 3
 
 
 def cost_table(worker: DDTreeWorker, options: Sequence[Option]) -> CostTable:
@@ -52,47 +51,48 @@ def cost_table(worker: DDTreeWorker, options: Sequence[Option]) -> CostTable:
     if path is not None:
         return load_costs(path)
     start = time.perf_counter()
-    table = measure(worker, sorted({option.width for option in options}))
+    table = measure(worker, options)
     table = get_parallel().tp_group.broadcast_object(table, src=0)
     logger.info(
         "DDTREE: measured the cost of steps in %.1f s; batch 1, context %d: %s.",
         time.perf_counter() - start,
         table.contexts[0],
         ", ".join(
-            f"{ms:.2f} ms at {width}"
+            f"{ms:.2f} ms at {width or 'the chain'}"
             for width, ms in zip(table.widths, table.step_ms[0][0])
         ),
     )
     return table
 
 
-def measure(worker: DDTreeWorker, widths: Sequence[int]) -> CostTable:
+def measure(worker: DDTreeWorker, options: Sequence[Option]) -> CostTable:
+    chain, *trees = options
+    widths = [tree.width for tree in trees]
     on_cpu = torch.device(worker.device).type == "cpu"
     max_batch = int(worker.model_runner.max_running_requests)
     max_context = int(worker.model_runner.model_config.context_len) - 2 * widths[-1]
     batch_sizes = within(CPU_BATCH_SIZES if on_cpu else BATCH_SIZES, max_batch)
     if not on_cpu and batch_sizes[-1] < max_batch < BATCH_SIZES[-1]:
-        batch_sizes.append(
-            max_batch
-        )  # or larger batches would cost what a smaller does
+        batch_sizes.append(max_batch)  # or it would cost what a smaller batch does
     contexts = within(CPU_CONTEXTS if on_cpu else CONTEXTS, max_context)
-    repeats = CPU_REPEATS if on_cpu else REPEATS
     step_ms, node_ms = [], []
     for batch_size in batch_sizes:
         step_ms.append([])
         node_ms.append([])
         for context in contexts:
-            # All nodes in use; last, of the widest trees the root alone.
-            kinds = [(width, width) for width in widths] + [(widths[-1], 1)]
-            times = time_steps(worker, batch_size, context, kinds, repeats)
-            full = monotone(times[:-1])
-            step_ms[-1].append(full)
-            saved = max(full[-1] - times[-1], 0.0)
+            # Last, of the widest trees the root alone.
+            kinds = [*map(Decision, options), Decision(trees[-1], min_log_prob=1.0)]
+            first, *full, empty = time_steps(worker, batch_size, context, kinds)
+            full = monotone(full)
+            # Trees of its width have a chain's launches, and some more.
+            wider = [ms for width, ms in zip(widths, full) if width >= chain.width]
+            step_ms[-1].append((min(first, *wider), *full))
+            saved = max(full[-1] - empty, 0.0)
             node_ms[-1].append(saved / (batch_size * (widths[-1] - 1)))
     return CostTable(
         batch_sizes=tuple(batch_sizes),
         contexts=tuple(contexts),
-        widths=tuple(widths),
+        widths=(0, *widths),
         step_ms=tuple(tuple(plane) for plane in step_ms),
         node_ms=tuple(tuple(row) for row in node_ms),
     )
@@ -103,23 +103,19 @@ def within(points: Sequence[int], limit: int) -> List[int]:
 
 
 def time_steps(
-    worker: DDTreeWorker,
-    batch_size: int,
-    context: int,
-    kinds: Sequence[Tuple[int, int]],
-    repeats: int,
+    worker: DDTreeWorker, batch_size: int, context: int, kinds: Sequence[Decision]
 ) -> List[float]:
-    """Milliseconds of a step of each (width, nodes in use): the least of the repeats,
-    which take turns, since what runs beside them only adds."""
+    """Milliseconds of a step of each kind: the least of the repeats, which take turns,
+    since what runs beside them only adds."""
     device = torch.device(worker.device)
     best = [math.inf] * len(kinds)
-    for i in range(repeats + 1):
-        for kind, (width, used) in enumerate(kinds):
+    for i in range(REPEATS + 1):
+        for kind, decision in enumerate(kinds):
             batches = [
                 idle_batch(worker, batch_size, context)
                 for _ in range(1 if device.type == "cpu" else 1 + STEPS)
             ]
-            steps = [partial(run_step, worker, batch, width, used) for batch in batches]
+            steps = [partial(run_step, worker, batch, decision) for batch in batches]
             ms = time_steps_ms(steps, device)
             if i > 0:  # the first round warms up
                 best[kind] = min(best[kind], ms)
@@ -185,15 +181,16 @@ def idle_batch(worker: DDTreeWorker, batch_size: int, context: int) -> ScheduleB
     )
 
 
-def run_step(worker: DDTreeWorker, batch: ScheduleBatch, width: int, used: int) -> None:
-    step = worker.plan_step(batch, Decision(Option(width=width)))
+def run_step(worker: DDTreeWorker, batch: ScheduleBatch, decision: Decision) -> None:
+    step = worker.plan_step(batch, decision)
     log_probs, ids = worker.draft_candidates(step)
     # Nodes of different tokens, as a model with experts would see them.
     ids = torch.arange(ids.numel(), device=ids.device).view_as(ids)
     ids = ids % step.batch.sampling_info.vocab_size
-    tree = sgl_kernel_sm120.ddtree_build(
-        step.root, ids, log_probs, width, min_log_prob=-torch.inf if used > 1 else 1.0
-    )
+    tree = worker.build_tree(step, log_probs, ids)
     logits = worker.verify(step, tree).logits_output
-    wanted = logits.next_token_logits.argmax(dim=-1).view(step.batch_size, width)
-    sgl_kernel_sm120.tree_accept(tree.tokens, tree.parents, wanted, step.max_path)
+    wanted = logits.next_token_logits.argmax(dim=-1).view(tree.tokens.shape)
+    accepted = sgl_kernel_sm120.tree_accept(
+        tree.tokens, tree.parents, wanted, step.max_path
+    )
+    worker.commit(step, accepted, logits.hidden_states)

@@ -31,6 +31,7 @@ class TreeStep(msgspec.Struct, frozen=True):
     block_size: int  # L
     prefix_lens: torch.Tensor  # [b] committed tokens
     max_lens_cpu: torch.Tensor  # [b] on the host: at least prefix_lens + window
+    max_lens_sum: int
     plan: KVLocPlan  # the window of slots behind each prefix
     positions: torch.Tensor  # int64 [b, window] of its tokens, were they a chain
     block_ids: torch.Tensor  # int64 [b, L] the root and masks; the next step's, too
@@ -54,6 +55,10 @@ class TreeStep(msgspec.Struct, frozen=True):
     def max_path(self) -> int:
         """Nodes on a path, the root included."""
         return min(self.num_nodes, self.block_size)
+
+    def of_path(self, of_window: torch.Tensor) -> torch.Tensor:
+        """[b, max_path]: the first columns of [b, window] or [b * window]."""
+        return of_window.view(-1, self.window)[:, : self.max_path].contiguous()
 
     def node_positions(self, tree: DraftTree) -> torch.Tensor:
         """int64 [b * N]"""
@@ -122,15 +127,16 @@ def chain_tree(root: torch.Tensor, ids: torch.Tensor, width: int) -> DraftTree:
 
 def host_lens(
     batch: ScheduleBatch, carried: DFlashDraftInputV2, num_nodes: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[b] on the host, at least: the prefix lengths; the prefix lengths + num_nodes."""
+) -> tuple[torch.Tensor, int]:
+    """[b] on the host, at least the prefix lengths + num_nodes; and their sum."""
     if batch.seq_lens_cpu is not None:
-        return batch.seq_lens_cpu, batch.seq_lens_cpu + num_nodes
-    # Where no backend wants lengths on the host, what is reserved bounds both.
-    reserved = carried.nxt_kv_lens_cpu
-    if reserved is None:
-        reserved = torch.tensor([req.kv.kv_allocated_len for req in batch.reqs])
-    return reserved, reserved
+        lens = batch.seq_lens_cpu + num_nodes
+    # Where no backend wants lengths on the host, what is reserved is a bound.
+    elif carried.nxt_kv_lens_cpu is not None:
+        return carried.nxt_kv_lens_cpu, int(carried.nxt_kv_lens_sum)
+    else:
+        lens = torch.tensor([req.kv.kv_allocated_len for req in batch.reqs])
+    return lens, int(lens.sum())
 
 
 def usable_ranks(wanted: Optional[int], num_nodes: int, vocab_size: int) -> int:

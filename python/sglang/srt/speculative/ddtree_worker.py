@@ -231,9 +231,9 @@ class DDTreeWorker(DFlashWorkerV2):
         )
 
     def choose(self, batch: ScheduleBatch) -> Decision:
-        lens, _ = host_lens(batch, batch.spec_info, 0)
-        context = int(lens.sum()) // max(len(lens), 1)
-        return self.budget.choose([req.rid for req in batch.reqs], context)
+        rids = [req.rid for req in batch.reqs]
+        _, total = host_lens(batch, batch.spec_info, 0)
+        return self.budget.choose(rids, total // max(len(rids), 1))
 
     def plan_step(self, batch: ScheduleBatch, decision: Decision) -> TreeStep:
         carried = batch.spec_info
@@ -244,7 +244,7 @@ class DDTreeWorker(DFlashWorkerV2):
             )
         block_size = int(self.block_size)
         window = max(decision.option.width, block_size)
-        lens_cpu, max_lens_cpu = host_lens(batch, carried, window)
+        max_lens_cpu, max_lens_sum = host_lens(batch, carried, window)
         root = carried.bonus_tokens.view(-1)
         block_ids = block_of_masks(
             len(root), block_size, int(self._mask_token_id), root.device
@@ -254,7 +254,9 @@ class DDTreeWorker(DFlashWorkerV2):
         plan = self.model_runner.kv_index_translator.plan_uniform_extend(
             req_pool_indices=batch.req_pool_indices,
             seq_lens=batch.seq_lens,
-            seq_lens_cpu=lens_cpu,
+            seq_lens_cpu=(
+                max_lens_cpu if batch.seq_lens_cpu is None else batch.seq_lens_cpu
+            ),
             width=window,
             positions_out=positions,
             anchor_src=root,
@@ -267,6 +269,7 @@ class DDTreeWorker(DFlashWorkerV2):
             block_size=block_size,
             prefix_lens=batch.seq_lens,
             max_lens_cpu=max_lens_cpu,
+            max_lens_sum=max_lens_sum,
             plan=plan,
             positions=positions,
             block_ids=block_ids,
@@ -340,7 +343,7 @@ class DDTreeWorker(DFlashWorkerV2):
         batch.out_cache_loc = step.plan.virtual_write_ids(cols=columns)
         kept = batch.seq_lens_cpu, batch.seq_lens_sum
         batch.seq_lens_cpu = step.max_lens_cpu
-        batch.seq_lens_sum = int(step.max_lens_cpu.sum())
+        batch.seq_lens_sum = step.max_lens_sum
         forward_batch, _ = verify_input.prepare_for_verify(batch, self.target_worker)
         batch.seq_lens_cpu, batch.seq_lens_sum = kept
         return self.target_worker.forward_batch_generation(
@@ -361,7 +364,7 @@ class DDTreeWorker(DFlashWorkerV2):
         mode = getattr(backend, "tree_mask_mode", TreeMaskMode.FULL_MASK)
         mask = tree.visible.flatten()
         if mode == TreeMaskMode.FULL_MASK:
-            max_cells = int(step.max_lens_cpu.sum()) * step.num_nodes
+            max_cells = step.max_lens_sum * step.num_nodes
             mask = full_mask(tree.visible, step.prefix_lens, max_cells)
         elif static is not None and static.fits(step.batch_size):
             mask = static.buffer[: mask.numel()].copy_(mask)
@@ -432,24 +435,24 @@ class DDTreeWorker(DFlashWorkerV2):
     ) -> None:
         if hidden is None:
             raise RuntimeError("DDTREE: the target returned no hidden states.")
-        shape = (step.batch_size, step.window)
         hidden = hidden.reshape(-1, hidden.shape[-1])
+        slots = step.plan.write_ids(self.model_runner.kv_index_translator)
+        draft_ids = self._draft_write_ids(step.plan)
+        draft_slots = step.of_path(draft_ids)
         if not step.decision.option.is_chain:  # whose path is where it belongs
-            slots = step.plan.write_ids(self.model_runner.kv_index_translator)
-            slots = slots.long().view(shape)
+            front = draft_slots if draft_ids is slots else step.of_path(slots)
+            slots = slots.long().view(step.positions.shape)
             # The path is padded with column numbers: past its end a slot keeps its KV.
             sgl_kernel_sm120.kv_move_all_layers(
                 self.kv_buffers,
-                slots[:, : step.max_path].reshape(-1),
+                front.long().flatten(),
                 slots.gather(1, accepted.path).flatten(),
             )
             hidden = hidden[node_rows(accepted.path, step.num_nodes).flatten()]
-        draft_slots = self._draft_write_ids(step.plan).view(shape)
-        draft_slots = draft_slots[:, : step.max_path].contiguous()
         self._append_target_hidden_to_draft_kv_by_loc(
             target_hidden=hidden,
             cache_loc=draft_slots.flatten(),
             cache_loc_2d=draft_slots,
-            positions=step.positions[:, : step.max_path].reshape(-1),
+            positions=step.of_path(step.positions).flatten(),
             commit_lens=accepted.accept_len,
         )
