@@ -14,6 +14,20 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
                : "memory");
 }
 
+// One warp's share of a phase: what its lanes did before it is seen by whoever waits. Lane 0
+// arrives for all, which tools do not understand that follow each lane on its own
+// (compute-sanitizer's racecheck): SGL_KERNEL_EVERY_LANE_ARRIVES is a build for them.
+#ifdef SGL_KERNEL_EVERY_LANE_ARRIVES
+inline constexpr uint32_t kArrivalsPerWarp = 32;
+#else
+inline constexpr uint32_t kArrivalsPerWarp = 1;
+#endif
+
+__device__ __forceinline__ void mbarrier_arrive_warp(uint32_t barrier, int lane) {
+  __syncwarp();
+  if (kArrivalsPerWarp > 1 || lane == 0) mbarrier_arrive(barrier);
+}
+
 // Returns once the phase of the given parity is complete. try_wait, which may suspend the thread,
 // needs sm_90.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {

@@ -20,16 +20,18 @@ __device__ __forceinline__ void init_barriers(typename C::SharedMemoryPlan& smem
   const auto init = [](uint64_t& barrier, int arrivals) {
     arch::mbarrier_init(arch::smem_address(&barrier), arrivals);
   };
+  constexpr int kWarpArrives = arch::kArrivalsPerWarp;
   if (thread < C::kStages) {
     init(smem.bar_full[thread], kWarpgroup);
-    init(smem.bar_empty[thread], kValueWarps);
-    init(smem.bar_p_full[thread], C::kBusySoftmaxWarps);
+    init(smem.bar_empty[thread], kWarpArrives * kValueWarps);
+    init(smem.bar_p_full[thread], kWarpArrives * C::kBusySoftmaxWarps);
     for (unsigned char& rescaled : smem.rescaled[thread]) rescaled = 0;
   }
-  if (thread < kPairs) init(smem.bar_scores_empty[thread], C::kBusySoftmaxWarps);
+  if (thread < kPairs) init(smem.bar_scores_empty[thread], kWarpArrives * C::kBusySoftmaxWarps);
   if (thread == 0) {
-    init(smem.bar_scores_full, kHalves);
-    for (uint64_t& barrier : smem.bar_q_scaled) init(barrier, C::kBusySoftmaxWarps + kValueWarps);
+    init(smem.bar_scores_full, kWarpArrives * kHalves);
+    for (uint64_t& barrier : smem.bar_q_scaled)
+      init(barrier, kWarpArrives * (C::kBusySoftmaxWarps + kValueWarps));
   }
 }
 

@@ -56,8 +56,7 @@ __device__ __forceinline__ void scale_q(typename C::SharedMemoryPlan& smem, cons
     }
     if (lane == 0) smem.q_scale[segment.number % C::kLiveSegments][r] = scale;
   }
-  __syncwarp();
-  if (lane == 0) arch::mbarrier_arrive(scaled_q_barrier<C>(smem, segment));
+  arch::mbarrier_arrive_warp(scaled_q_barrier<C>(smem, segment), lane);
   // For the scales of rows that other warps had.
   wait_for_scaled_q<C>(smem, segment);
 }
@@ -94,7 +93,7 @@ __device__ __forceinline__ void load_q_block_fp8(QFragments<C>& r_q, const unsig
 
 template <class C, int kHalf>
 __device__ __forceinline__ void take_q(QFragments<C>& r_q, typename C::SharedMemoryPlan& smem,
-                                       const Segment& segment, int pair) {
+                                       const Segment& segment) {
   const int lane = arch::thread_index() % kWarp;
   constexpr int kBlocksPerStage = C::kQRowsPerStage / 8;
   Stage<C> stage(segment.ring - C::kQStages);
@@ -110,13 +109,7 @@ __device__ __forceinline__ void take_q(QFragments<C>& r_q, typename C::SharedMem
       else
         load_q_block_bf16<C, kHalf>(r_q, rows, j, lane);
     }
-    __syncwarp();
-    if (lane == 0) {
-      // Every round of the ring completes a phase, this one before the stage has its next tile.
-      if (pair * kHalves + kHalf < C::kBusySoftmaxWarps)
-        arch::mbarrier_arrive(arch::smem_address(&smem.bar_p_full[stage.index]));
-      arch::mbarrier_arrive(arch::smem_address(&smem.bar_empty[stage.index]));
-    }
+    arch::mbarrier_arrive_warp(arch::smem_address(&smem.bar_empty[stage.index]), lane);
     stage.template advance<1>();
   }
 }
@@ -164,7 +157,7 @@ __device__ __forceinline__ void score_segment(const MlaTreeVerifyParams& params,
                                               const Segment& segment,
                                               typename C::SharedMemoryPlan& smem, int pair) {
   QFragments<C> r_q;
-  take_q<C, kHalf>(r_q, smem, segment, pair);
+  take_q<C, kHalf>(r_q, smem, segment);
   const int end = segment.tile + segment.num_tiles,
             first = segment.tile + ((segment.tile ^ pair) & 1);
   Stage<C> stage(segment.ring + first - segment.tile);
@@ -180,8 +173,7 @@ __device__ __forceinline__ void score_segment(const MlaTreeVerifyParams& params,
 #pragma unroll
     for (int j = 0; j < C::kRowBlocks; ++j)
       smem.scores[kHalf][j][lane] = make_float4(r_s[j][0], r_s[j][1], r_s[j][2], r_s[j][3]);
-    __syncwarp();
-    if (lane == 0) arch::mbarrier_arrive(arch::smem_address(&smem.bar_scores_full));
+    arch::mbarrier_arrive_warp(arch::smem_address(&smem.bar_scores_full), lane);
     stage.template advance<kPairs>();
   }
 }

@@ -160,7 +160,7 @@ __device__ __forceinline__ void softmax_tiles(const MlaTreeVerifyParams& params,
 #pragma unroll
   for (int i = 0; i < kBlocks; ++i)
     r_rows[i] = new_row_block<C>(params, smem, segment.number, warp + i * kSoftmaxWarps, lane);
-  Stage<C> stage(segment.ring);
+  Stage<C> stage(segment.ring), place(segment.tile);  // the latter of bar_p_full
 #pragma unroll 1
   for (int tile = 0; tile < segment.num_tiles; ++tile) {
     const bool has_draft_keys = first_key_of_tile(segment, tile) + kTileTokens > 0;
@@ -175,9 +175,7 @@ __device__ __forceinline__ void softmax_tiles(const MlaTreeVerifyParams& params,
     arch::mbarrier_wait(arch::smem_address(&smem.bar_scores_full), number & 1);
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) take_scores<C>(r_s[i], smem, warp + i * kSoftmaxWarps, lane);
-    __syncwarp();
-    if (lane == 0)
-      arch::mbarrier_arrive(arch::smem_address(&smem.bar_scores_empty[number % kPairs]));
+    arch::mbarrier_arrive_warp(arch::smem_address(&smem.bar_scores_empty[number % kPairs]), lane);
     bool outgrown = false;
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
@@ -203,9 +201,9 @@ __device__ __forceinline__ void softmax_tiles(const MlaTreeVerifyParams& params,
     }
     if (lane == 0)
       smem.rescaled[stage.index][warp] = raise && tile > 0;  // before the first tile O is zero
-    __syncwarp();
-    if (lane == 0) arch::mbarrier_arrive(arch::smem_address(&smem.bar_p_full[stage.index]));
+    arch::mbarrier_arrive_warp(arch::smem_address(&smem.bar_p_full[place.index]), lane);
     stage.template advance<1>();
+    place.template advance<1>();
   }
 }
 

@@ -231,7 +231,7 @@ __device__ __forceinline__ void value_segment(const MlaTreeVerifyParams& params,
       r_o[m][j][0] = r_o[m][j][1] = r_o[m][j][2] = r_o[m][j][3] = 0.f;
   }
 
-  Stage<C> stage(segment.ring);
+  Stage<C> stage(segment.ring), place(segment.tile);  // the latter of bar_p_full
   for (int tile = 0; tile < segment.num_tiles; ++tile) {
     const int lane =
         arch::thread_index() % kWarp;  // here, or its products would be held across the loop
@@ -240,13 +240,13 @@ __device__ __forceinline__ void value_segment(const MlaTreeVerifyParams& params,
     VFragments r_v;
     arch::mbarrier_wait(arch::smem_address(&smem.bar_full[stage.index]), stage.parity);
     load_first_v<C>(r_v, s_kv, warp, lane);
-    arch::mbarrier_wait(arch::smem_address(&smem.bar_p_full[stage.index]), stage.parity);
+    arch::mbarrier_wait(arch::smem_address(&smem.bar_p_full[place.index]), place.parity);
     load_p<C>(r_p, s_kv, lane);
     rescale_o<C>(r_o, smem, stage.index, lane);
     pv_gemm<C>(r_o, r_v, r_p, s_kv, warp, lane, params.b);
-    __syncwarp();
-    if (lane == 0) arch::mbarrier_arrive(arch::smem_address(&smem.bar_empty[stage.index]));
+    arch::mbarrier_arrive_warp(arch::smem_address(&smem.bar_empty[stage.index]), lane);
     stage.template advance<1>();
+    place.template advance<1>();
   }
   const int live = segment.number % C::kLiveSegments;
   const float *row_max = smem.row_max[live], *row_sum = smem.row_sum[live];

@@ -26,6 +26,16 @@ inline void mbarrier_arrive(uint32_t address) {
   }
   if (--barrier.missing == 0) barrier.missing = barrier.expected, ++barrier.phase;
 }
+// The build in which every lane arrives, or the other one.
+#ifdef SGL_KERNEL_EVERY_LANE_ARRIVES
+inline constexpr uint32_t kArrivalsPerWarp = 32;
+#else
+inline constexpr uint32_t kArrivalsPerWarp = 1;
+#endif
+inline void mbarrier_arrive_warp(uint32_t address, int lane) {
+  __syncwarp();
+  if (kArrivalsPerWarp > 1 || lane == 0) mbarrier_arrive(address);
+}
 inline void mbarrier_wait(uint32_t address, uint32_t parity) {
   on_host::wait_until([=] { return mbarrier(address).phase % 2 != parity; });
 }
