@@ -32,6 +32,7 @@ from acceptance import results as acceptance_results  # noqa: E402
 from acceptance import table as acceptance_table  # noqa: E402
 from one_rank import results as one_rank_results  # noqa: E402
 from one_rank import table as one_rank_table  # noqa: E402
+from one_rank import tune_experts  # noqa: E402
 from two_ranks import results as two_ranks_results  # noqa: E402
 from two_ranks import table as two_ranks_table  # noqa: E402
 from verify_bench import results, table  # noqa: E402
@@ -314,6 +315,10 @@ def _one_rank(make: Callable[[dict], tuple[list[str], list[list[str]]]]) -> Call
     return render_table
 
 
+def expert_tiles(data: dict) -> str:
+    return markdown(*tune_experts.table(data))
+
+
 def two_ranks_header(data: dict) -> str:
     if data["header"]["device"] != "cuda":
         raise ReportError("the result is of a CPU, which says nothing about two GPUs")
@@ -356,6 +361,7 @@ OPTIONAL_TABLES: dict[str, Callable[[dict], str]] = {
         f"one_rank_{make.__name__}": _one_rank(make)
         for make in (one_rank_table.steps, one_rank_table.speeds, one_rank_table.eagle, one_rank_table.kernels)
     },
+    "expert_tiles": expert_tiles,
     **{f"acceptance_{make.__name__}": make for make in ENGINE_TABLES},
     "two_ranks_header": two_ranks_header,
     **{f"two_ranks_{part}": _two_ranks(part) for part in two_ranks_results.ROW_KEYS},
@@ -365,6 +371,7 @@ NOT_MEASURED = "Not measured yet."
 LOADERS = {
     results.FORMAT: results.load,
     one_rank_results.FORMAT: one_rank_results.load,
+    tune_experts.FORMAT: tune_experts.load,
     acceptance_results.FORMAT: acceptance_results.load,
     acceptance_results.ENGINE_FORMAT: acceptance_results.load_engine,
     two_ranks_results.FORMAT: two_ranks_results.load,

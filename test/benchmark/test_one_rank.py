@@ -429,6 +429,25 @@ def upstreams_tiles(tmp_path, monkeypatch):
     upstream.get_moe_configs.cache_clear()
 
 
+def test_every_arm_runs_with_the_tiles_that_were_tuned_for_its_card(upstreams_tiles):
+    """Of the nearest number of tokens."""
+    measured = tune_experts.load(BENCHMARK / "results" / "h200" / "expert_tiles.json")
+    tuned = {(r["tokens"], r["product"]): r["tiles"] for r in measured["rows"] if r["chosen"]}
+    assert {tokens for tokens, _ in tuned} == set(tune_experts.TOKENS)
+    upstreams_tiles.prepare(measured["header"]["gpu"]["name"], measured["header"]["versions"]["triton"])
+    for tokens in STEPS:
+        nearest = min(tune_experts.TOKENS, key=lambda n: abs(n - tokens))
+        assert upstreams_tiles.choose(tokens) == {p: tuned[nearest, p] for p in experts.PRODUCTS}
+
+
+def test_a_file_of_tiles_has_one_choice_for_each_number_of_tokens():
+    data = tune_experts.load(BENCHMARK / "results" / "h200" / "expert_tiles.json")
+    columns, lines = tune_experts.table(data)
+    assert [line[0] for line in lines] == [str(n) for n in tune_experts.TOKENS] and len(columns) == len(lines[0])
+    next(row for row in data["rows"] if row["chosen"])["chosen"] = False
+    assert any("is chosen" in problem for problem in tune_experts.problems(data))
+
+
 def test_a_card_without_tuned_tiles_has_those_of_384_experts_at_every_step(upstreams_tiles):
     upstreams_tiles.prepare("NVIDIA H20000")
     both = dict.fromkeys(experts.PRODUCTS, experts.SMALL)
