@@ -359,7 +359,13 @@ OPTIONAL_TABLES: dict[str, Callable[[dict], str]] = {
     "one_rank_header": one_rank_header,
     **{
         f"one_rank_{make.__name__}": _one_rank(make)
-        for make in (one_rank_table.steps, one_rank_table.speeds, one_rank_table.eagle, one_rank_table.kernels)
+        for make in (
+            one_rank_table.steps,
+            one_rank_table.speeds,
+            one_rank_table.eagle,
+            one_rank_table.kernels,
+            one_rank_table.differences,
+        )
     },
     "expert_tiles": expert_tiles,
     **{f"acceptance_{make.__name__}": make for make in ENGINE_TABLES},

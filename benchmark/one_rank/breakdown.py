@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 # The first pattern that is found in a kernel's name decides.
 KINDS: tuple[tuple[str, str], ...] = (
     ("collectives", r"nccl|all_?reduce|all_?gather|reduce_?scatter|one_?shot|two_?shot|multimem"),
+    # Ahead of what is attention by its name: FlashInfer's norms are none.
+    ("norms and rotary", r"norm|rotary|rope|silu|act_and_mul"),
+    ("q and KV rows", r"catarray|index_elementwise|set_mla_kv|concat"),
     ("lists and masks", r"kv_indices|req_to_token|scatter|gather|index|cumsum|scan|verify_plan|mask"),
     # Upstream's kernels; in the steps of arms on kdtree_sm120 the drafter's alone.
     ("Triton attention", r"^_fwd_(grouped_)?kernel|extend_attention|decode_attention|verify_splitkv"),
@@ -21,7 +24,6 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("tree", r"ddtree|tree_accept|kv_move|topk|sort|radix"),
     ("experts", r"moe|expert|grouped_gemm|fused_moe|align_block"),
     ("matrix products", r"gemm|cutlass|cublas|nvjet|splitk|ampere_|sm90_xmma|sm80_xmma|matmul"),
-    ("norms and rotary", r"norm|rotary|rope|silu|act_and_mul"),
 )
 OTHER, IDLE, GAPS = "other", "idle", "gaps in graphs"
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")

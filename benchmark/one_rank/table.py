@@ -87,3 +87,17 @@ def kernels(data: dict) -> tuple[list[str], list[list[str]]]:
         for context, row in profiled.items()
     ]
     return ["context", *kinds], rows
+
+
+def differences(data: dict) -> tuple[list[str], list[list[str]]]:
+    """Of the tree on our kernel less plain decoding on upstream's: milliseconds a step by kind of kernel."""
+    rows, kinds = [], set()
+    for context, of in by_context(data).items():
+        tree, plain = (of.get(arm, {}).get("kernels_us") for arm in ("tree_kdtree", "plain_triton"))
+        if tree and plain:
+            rows.append((context, {kind: tree.get(kind, 0) - plain.get(kind, 0) for kind in tree | plain}))
+            kinds |= tree.keys() | plain.keys()
+    lines = [
+        [f"{context:,}", *(f"{found.get(kind, 0) / 1e3:+.2f}" for kind in sorted(kinds))] for context, found in rows
+    ]
+    return ["context", *sorted(kinds)], lines

@@ -172,6 +172,12 @@ def test_the_tables_hold_the_measured_times_and_their_ratios(result):
     assert table.kernels(result) == (
         ["context", "attention", "idle", "matrix products"], [["4,096", "3,000", "100", "4,500"]]
     )  # fmt: skip
+    assert table.differences(result)[1] == []  # plain decoding was not profiled
+    result["rows"][0]["kernels_us"] = {"Triton attention": 2000.0, "idle": 50.0}
+    assert table.differences(result) == (
+        ["context", "Triton attention", "attention", "idle", "matrix products"],
+        [["4,096", "-2.00", "+3.00", "+0.05", "+4.50"]],
+    )
 
 
 BLOCK = "<!-- results: {} r.json -->\n{}\n<!-- /results -->\n"
@@ -387,8 +393,10 @@ def test_ranks_that_did_not_run_the_same_are_an_error(tmp_path, second, message)
         ("create_flashinfer_kv_indices_triton", "lists and masks"),
         ("ddtree_build_kernel", "tree"),
         ("sm90_xmma_gemm_bf16bf16", "matrix products"),
-        ("FusedAddRMSNormKernel", "norms and rotary"),
-        ("cat_array_batched_copy", "other"),
+        ("void flashinfer::norm::FusedAddRMSNormKernel<8u>", "norms and rotary"),
+        ("void at::native::CatArrayBatchedCopy_vectorized<at::native>", "q and KV rows"),
+        ("sglang::set_mla_kv_concat_q_kernel<1024l, 128l>", "q and KV rows"),
+        ("void at::native::vectorized_elementwise_kernel<8>", "other"),
         ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "collectives"),
         ("void sglang::all_reduce_one_shot_push_kernel<bf16>", "collectives"),
     ],
