@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from sglang.srt.mem_cache.defrag.settings import parse_size
+from sglang.srt.arg_groups.fields.kdtree.kv_defrag import parse_size
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
 

@@ -227,6 +227,7 @@ class Replay:
             mover=SlotMover([self.pool]),
             budget_bytes=budget_bytes,
             chunked_request=lambda: None,
+            owners=list,
             on_device=lambda: False,
             overlap=False,
             move_tree_slots=values_alias_the_tree(self.tree),

@@ -44,6 +44,8 @@ STRICT = {
 }
 NEW_TOKENS = 96
 GREEDY = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+# Its rows share slots, and have no request.
+BEAMS = GREEDY | {"beam_width": 3, "max_new_tokens": 32}
 
 
 class Case(NamedTuple):
@@ -52,6 +54,7 @@ class Case(NamedTuple):
     options: list[str]
     prompts: int = 16
     ranks: int = 1
+    beams: int = 0
 
 
 CASES = {
@@ -59,7 +62,7 @@ CASES = {
     "tier0": Case("tier0", "python", DDTREE),
     # Four requests at a time leave gaps that are worth a move only after some churn.
     "tier1": Case("tier1", "rust", DDTREE, prompts=24),
-    "tier1-normal-loop": Case("tier1", "python", ["--disable-overlap-schedule"]),
+    "tier1-normal-loop": Case("tier1", "python", ["--disable-overlap-schedule"], beams=1),
     "tier1-tp2": Case("tier1", "rust", [*DDTREE, *TP2], prompts=24, ranks=2),
 }
 CORES = {"rust": "RustUnifiedTreeCore", "python": "UnifiedTreeCore"}
@@ -103,10 +106,14 @@ def ranks_that_say(log, text):
 
 def test_tokens_are_those_of_torch(server, case, entries):
     """Twice all prompts, in two orders: what a wave leaves in the cache is read, and
-    evicted, by the next."""
+    evicted, by the next. Beam searches find the same among requests that are moved."""
+    prompts = [entry["prompt"] for entry in entries]
+    alone = server.generate(prompts[: case.beams], BEAMS) if case.beams else []
     for wave in (entries, entries[::-1]):
-        outputs = server.generate([entry["prompt"] for entry in wave], GREEDY)
-        assert token_ids(outputs) == [entry["tokens"][:NEW_TOKENS] for entry in wave]
+        asked = [entry["prompt"] for entry in wave] + prompts[: case.beams]
+        outputs = server.generate(asked, [GREEDY] * len(wave) + [BEAMS] * case.beams)
+        expected = [entry["tokens"][:NEW_TOKENS] for entry in wave]
+        assert token_ids(outputs) == expected + token_ids(alone)
     assert sum(meta(outputs, "cached_tokens")) > 0
     server.assert_all_slots_are_back()
 

@@ -6,7 +6,11 @@ import logging
 import prometheus_client
 import pytest
 import torch
+from e2e.servers import MODELS
 
+from sglang.srt.arg_groups import resolution_hooks
+from sglang.srt.arg_groups.fields.kdtree.kv_defrag import parse_size
+from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.mem_cache.allocator import (
     PagedTokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
@@ -16,15 +20,9 @@ from sglang.srt.mem_cache.allocator.contiguous import (
     ContiguousTokenAllocator,
 )
 from sglang.srt.mem_cache.defrag.metrics import DefragMetrics
-from sglang.srt.mem_cache.defrag.settings import parse_size, select_allocator
-from sglang.srt.runtime_context import (
-    get_disagg,
-    get_memory,
-    get_observability,
-    get_parallel,
-    get_serving,
-)
-from sglang.srt.server_args import prepare_server_args
+from sglang.srt.mem_cache.defrag.settings import select_allocator
+from sglang.srt.runtime_context import get_memory
+from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 
 @pytest.mark.parametrize(
@@ -91,58 +89,65 @@ def test_each_rank_says_which_tier_is_active(tier, page_size, kind, caplog):
     assert f"KV defragmentation: {tier} active, 64 slots" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "bag, field, value, option",
-    [
-        (get_memory, "enable_hierarchical_cache", True, "--enable-hierarchical-cache"),
-        (get_memory, "enable_lmcache", True, "--enable-lmcache"),
-        (get_memory, "enable_flexkv", True, "--enable-flexkv"),
-        (get_memory, "enable_unified_memory", True, "--enable-unified-memory"),
-        (get_memory, "enable_hisparse", True, "--enable-hisparse"),
-        (get_memory, "enable_session_radix_cache", True, "--enable-session-radix-cache"),
-        (
-            get_memory,
-            "enable_unified_cache_external_linker",
-            True,
-            "--enable-unified-cache-external-linker",
-        ),
-        (get_serving, "enable_streaming_session", True, "--enable-streaming-session"),
-        (get_disagg, "disaggregation_mode", "prefill", "--disaggregation-mode"),
-        (get_disagg, "disaggregation_mode", "decode", "--disaggregation-mode"),
-        (
-            get_disagg,
-            "disaggregation_decode_retraction_backup",
-            "host_pool",
-            "--disaggregation-decode-retraction-backup",
-        ),
-        (get_observability, "kv_canary", "log", "--kv-canary"),
-    ],
-)
-def test_tier1_refuses_what_keeps_slot_numbers(bag, field, value, option):
-    with get_memory().override(kv_defrag="tier1"), bag().override(**{field: value}):
-        with pytest.raises(ValueError, match=f"{option}.*tier0"):
-            select_allocator(upstream())
-    with get_memory().override(kv_defrag="tier0"), bag().override(**{field: value}):
-        assert type(select_allocator(upstream())) is ContiguousTokenAllocator
+def resolve(**values):
+    """What a launcher does before it starts a process. The model is looked for last."""
+    ServerArgs(**dict(model_path="none", device="cpu") | values).resolve_once()
 
 
 @pytest.mark.parametrize(
-    "ranks, option",
+    "field, value, who",
     [
-        (dict(pp_size=2, pp_rank=0, tp_rank=0, tp_size=1), "--pp-size"),
-        (dict(dcp_size=2, dcp_enabled=True), "--dcp-size"),
+        ("enable_hierarchical_cache", True, "host"),
+        ("enable_lmcache", True, "LMCache"),
+        ("enable_flexkv", True, "FlexKV"),
+        ("enable_unified_cache_external_linker", True, "linked store"),
+        ("radix_cache_backend", "flexkv", "prefix cache"),
+        ("enable_session_radix_cache", True, "sessions"),
+        ("enable_streaming_session", True, "sessions"),
+        ("disaggregation_mode", "prefill", "transfers"),
+        ("disaggregation_mode", "decode", "transfers"),
+        ("pp_size", 2, "stages"),
+        ("dcp_size", 2, "ranks"),
+        ("kv_canary", "log", "canary"),
     ],
 )
-def test_tier1_refuses_ranks_that_share_out_tokens_or_layers(ranks, option):
-    with get_memory().override(kv_defrag="tier1"), get_parallel().override(**ranks):
-        with pytest.raises(ValueError, match=f"{option}.*tier0"):
-            select_allocator(upstream())
+def test_tier1_is_refused_with_the_arguments_where_slots_are_kept_elsewhere(field, value, who):
+    flag = "--" + field.replace("_", "-")
+    with pytest.raises(ValueError, match=rf"tier1 .*{flag} \(.*{who}.*\)\. Use --kv-defrag tier0.*drop"):
+        resolve(kv_defrag="tier1", **{field: value})
+    resolve(kv_defrag="tier0", **{field: value})
 
 
-def test_a_wrong_budget_stops_the_server():
-    with get_memory().override(kv_defrag="tier1", kv_defrag_copy_budget="lots"):
-        with pytest.raises(ValueError, match="'lots'"):
-            select_allocator(upstream())
+@pytest.mark.parametrize("tier", ["tier0", "tier1"])
+@pytest.mark.parametrize("field", ["enable_unified_memory", "enable_hisparse", "enable_kv_cache_sharding"])
+def test_both_tiers_are_refused_with_the_arguments_where_slots_are_not_of_one_pool(tier, field):
+    flag = "--" + field.replace("_", "-")
+    with pytest.raises(ValueError, match=rf"--kv-defrag {tier} .*{flag} \(.*\)\. Use --kv-defrag off"):
+        resolve(kv_defrag=tier, **{field: True})
+    resolve(**{field: True})
+
+
+def test_every_refused_option_is_named():
+    with pytest.raises(ValueError, match="--enable-lmcache .*, --pp-size .*, --kv-canary "):
+        resolve(kv_defrag="tier1", enable_lmcache=True, pp_size=2, kv_canary="raise")
+
+
+def test_what_resolution_turns_on_is_refused_before_weights_are_loaded(monkeypatch):
+    target = dict(model_path=str(MODELS / "target"), kv_defrag="tier1")
+    resolve(**target)
+
+    def turn_on(server_args, previous):
+        declare_resolution(server_args, "test", enable_hierarchical_cache=True)
+
+    monkeypatch.setitem(resolution_hooks._HOOKS, "handle_cache_compatibility", [turn_on])
+    with pytest.raises(ValueError, match="--enable-hierarchical-cache .*tier0"):
+        resolve(**target)
+
+
+def test_a_wrong_budget_stops_an_engine():
+    """Which has no command line."""
+    with pytest.raises(ValueError, match="'lots'"):
+        resolve(kv_defrag="tier1", kv_defrag_copy_budget="lots")
 
 
 @pytest.mark.parametrize("tier", ["tier0", "tier1"])
@@ -157,7 +162,5 @@ def test_pools_of_another_kind_are_refused(tier):
 
 
 def test_the_flags_parse():
-    from sglang.srt.server_args import prepare_server_args
-
     args = prepare_server_args(["--model-path", "none", "--kv-defrag", "tier1", "--kv-defrag-copy-budget", "1G"])
     assert (args.kv_defrag, args.kv_defrag_copy_budget) == ("tier1", "1G")

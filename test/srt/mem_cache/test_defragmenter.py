@@ -89,6 +89,18 @@ def test_a_step_stays_within_its_budget():
     assert model.metrics.runs_total >= 48 // 5
 
 
+@pytest.mark.parametrize("page_size, unit", [(1, "slot"), (4, "page")])
+def test_a_budget_below_one_unit_is_refused(page_size, unit):
+    """Rather than rounded up to one: a step moves no more than it was given."""
+    one = 2 * page_size * BYTES  # In both pools.
+    model = SlotModel(page_size=page_size, block=2 * page_size, budget_slots=page_size)
+    fragmented(model, length=24)
+    model.relocate()
+    assert model.metrics.bytes_moved_total == one
+    with pytest.raises(ValueError, match=f"copy-budget is {one // 2} bytes, .* a {unit} takes {one}.*tier0"):
+        SlotModel(page_size=page_size, budget_slots=page_size / 2)
+
+
 def test_nothing_fragmented_nothing_moved():
     model = SlotModel()
     for i in range(3):
@@ -322,6 +334,7 @@ def test_without_tree_slots_only_private_ones_move():
 def test_requests_whose_slots_others_hold_are_left_alone(reason):
     model = SlotModel()
     left_alone, other = fragmented(model, length=24)
+    model.defrag.owners = list
     if reason == "chunked":
         model.defrag.chunked_request = lambda: left_alone
     else:
@@ -331,6 +344,40 @@ def test_requests_whose_slots_others_hold_are_left_alone(reason):
         model.relocate()
     assert torch.equal(model._row(left_alone), before)
     assert model.runs_of(other) == 1, "the other one is moved"
+
+
+def test_nothing_moves_while_a_beam_search_holds_rows(caplog):
+    """It copies rows, and changes places in them, on the device: behind no event that a step here waits for. Its rows
+    have no request, so a shared prefix cannot be moved around them either."""
+    caplog.set_level(logging.INFO)
+    model = SlotModel(rows=8)
+    reqs = fragmented(model, requests=3, length=12, prefix=[9] * 12)
+    beams = SimpleNamespace(beam_group=object())  # Prefilled on the device: of no running batch yet.
+    model.defrag.owners = lambda: [*model.running, beams]
+    before = model.rows.req_to_token.clone()
+    for _ in range(8):
+        model.relocate()
+        model.check_all()
+    assert model.defrag._moves, "there is a plan that waits"
+    assert model.pool.moves == 0 and torch.equal(model.rows.req_to_token, before)
+    assert "moves nothing while a beam search runs" in caplog.text
+    model.defrag.owners = lambda: model.running
+    steps_until_settled(model)
+    assert all(model.runs_of(req) <= 2 for req in reqs)
+
+
+def test_a_scheduler_sees_the_requests_of_every_batch():
+    """Also of the one that is prepared or on the device, and a prefill in pieces."""
+    reqs = [SimpleNamespace(name=name) for name in "abcd"]
+    batches = [SimpleNamespace(reqs=reqs[at : at + 2]) for at in range(3)]
+    scheduler = SimpleNamespace(
+        running_batch=batches[0], last_batch=batches[1], cur_batch_for_debug=batches[2], chunked_req=reqs[0]
+    )
+    assert module._requests_with_rows(scheduler) == reqs
+    empty = SimpleNamespace(
+        running_batch=SimpleNamespace(reqs=[]), last_batch=None, cur_batch_for_debug=None, chunked_req=reqs[3]
+    )
+    assert module._requests_with_rows(empty) == reqs[3:]
 
 
 def test_path_values_cover_exactly_the_asked_positions():

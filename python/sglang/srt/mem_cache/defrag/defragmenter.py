@@ -8,10 +8,10 @@ from typing import Optional, Protocol
 
 import torch
 
+from sglang.srt.arg_groups.fields.kdtree.kv_defrag import parse_size
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.defrag.metrics import DefragMetrics
 from sglang.srt.mem_cache.defrag.mover import SlotMover
-from sglang.srt.mem_cache.defrag.settings import parse_size
 from sglang.srt.mem_cache.defrag.step_checks import ContentWatch, StepChecks
 from sglang.srt.mem_cache.defrag.tier0 import Tier0Defragmenter
 from sglang.srt.mem_cache.defrag.tier1 import Tier1Defragmenter
@@ -136,6 +136,7 @@ def build_defragmenter(scheduler) -> Defragmenter:
         mover=mover,
         budget_bytes=parse_size(get_memory().kv_defrag_copy_budget),
         chunked_request=lambda: scheduler.chunked_req,
+        owners=lambda: _requests_with_rows(scheduler),
         on_device=lambda: len(scheduler.result_queue) > 0,
         overlap=scheduler.enable_overlap,
         move_tree_slots=move_tree_slots,

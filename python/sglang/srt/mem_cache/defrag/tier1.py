@@ -34,7 +34,7 @@ Decisions use host lengths and values that are equal on all ranks, and no clock.
 from __future__ import annotations
 
 import logging
-from typing import Callable, Optional
+from typing import Callable, Optional, Sequence
 
 import torch
 
@@ -51,6 +51,7 @@ from sglang.srt.mem_cache.defrag.snapshot import (
 from sglang.srt.mem_cache.defrag.step_checks import ContentWatch
 from sglang.srt.mem_cache.defrag.tier0 import Tier0Defragmenter
 from sglang.srt.mem_cache.defrag.tree_values import path_values
+from sglang.srt.utils import print_info_once
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class Tier1Defragmenter(Tier0Defragmenter):
         mover: SlotMover,
         budget_bytes: int,
         chunked_request: Callable[[], object],
+        owners: Callable[[], Sequence],
         on_device: Callable[[], bool],
         overlap: bool,
         move_tree_slots: bool,
@@ -82,13 +84,20 @@ class Tier1Defragmenter(Tier0Defragmenter):
         self.tree_cache = tree_cache
         self.mover = mover
         self.chunked_request = chunked_request
+        self.owners = owners
         self.on_device = on_device
         self.overlap = overlap
         self.move_tree_slots = move_tree_slots
         page = self.page_size
         self.block = max(1, BLOCK_TOKENS // page)
         self.bytes_per_unit = mover.bytes_per_slot * page
-        self.budget_units = max(1, budget_bytes // self.bytes_per_unit)
+        self.budget_units = budget_bytes // self.bytes_per_unit
+        if self.budget_units < 1:
+            raise ValueError(
+                f"--kv-defrag-copy-budget is {budget_bytes:,} bytes, and moving a "
+                f"{'slot' if page == 1 else 'page'} takes {self.bytes_per_unit:,}. "
+                "Give at least that, or use --kv-defrag tier0."
+            )
         self.failed = False
         self._committing = False
         self._last_plan_step = -PLAN_INTERVAL
@@ -148,7 +157,7 @@ class Tier1Defragmenter(Tier0Defragmenter):
             if self._snapshot is not None:
                 snapshot, self._snapshot = self._snapshot, None
                 self._plan(snapshot)
-        if self._moves:
+        if self._moves and not self._waits_for_beams():
             self._move_some()
 
     def _abandon(self) -> None:
@@ -159,6 +168,14 @@ class Tier1Defragmenter(Tier0Defragmenter):
         self._loan = -1
 
     # -- what may be moved --
+
+    def _waits_for_beams(self) -> bool:
+        """Beam search copies rows on the device while the host is here, and not behind
+        the event that a rewritten row waits for: one would undo the other."""
+        waits = any(req.beam_group is not None for req in self.owners())
+        if waits:
+            print_info_once("KV relocation moves nothing while a beam search runs.")
+        return waits
 
     def _movable(self, req) -> int:
         """Units at the front of the row that nothing writes any more."""

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from sglang.srt.arg_groups.arg_utils import A, Arg
+from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", re.IGNORECASE)
 _FACTOR = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -33,6 +34,61 @@ def _size_text(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
+
+
+# Field -> its value where nothing but the pool keeps slot numbers, and who keeps them
+# otherwise. In the second table nobody does, but slots are not those of one plain pool.
+_KEEPERS = {
+    "enable_hierarchical_cache": (False, "copies between host and device under way"),
+    "enable_lmcache": (False, "LMCache's connector"),
+    "enable_flexkv": (False, "FlexKV's manager"),
+    "enable_unified_cache_external_linker": (False, "loads from the linked store"),
+    "radix_cache_backend": (None, "the prefix cache of that name"),
+    "enable_session_radix_cache": (False, "the sessions"),
+    "enable_streaming_session": (False, "the rows of sessions between requests"),
+    "disaggregation_mode": ("null", "transfers between prefill and decode"),
+    "pp_size": (1, "batches on their way through the stages"),
+    "dcp_size": (1, "ranks that hold a part of each page"),
+    "kv_canary": ("none", "the canary"),
+}
+_OTHER_POOLS = {
+    "enable_unified_memory": (False, "virtual slots"),
+    "enable_hisparse": (False, "two pools, on the host and on the device"),
+    "enable_kv_cache_sharding": (False, "slots shared out between ranks"),
+}
+
+
+@register_resolution_hook("handle_hardware_runtime_validation")
+@register_resolution_hook("handle_other_validations")
+def refuse_what_a_tier_cannot(server_args, previous) -> None:
+    """At the first step, before a model is looked for, and once more when all is resolved."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    previous(server_args)
+    cfg = resolving_view(server_args)
+    if cfg.kv_defrag == "off":
+        return
+
+    def found(table: dict) -> str:
+        return ", ".join(
+            f"--{field.replace('_', '-')} ({who})"
+            for field, (plain, who) in table.items()
+            if getattr(cfg, field) != plain
+        )
+
+    if pools := found(_OTHER_POOLS):
+        raise ValueError(
+            f"--kv-defrag {cfg.kv_defrag} works with one plain pool of slots, not with "
+            f"{pools}. Use --kv-defrag off, or drop the other option."
+        )
+    if cfg.kv_defrag == "tier1":
+        parse_size(cfg.kv_defrag_copy_budget)
+        if keepers := found(_KEEPERS):
+            raise ValueError(
+                f"--kv-defrag tier1 moves slots whose numbers are kept elsewhere with "
+                f"{keepers}. Use --kv-defrag tier0, which only allocates, or drop the "
+                "other option."
+            )
 
 
 class KDTreeMemory(msgspec.Struct):
