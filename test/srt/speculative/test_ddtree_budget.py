@@ -6,16 +6,19 @@ import json
 import math
 import random
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang.srt.speculative import ddtree_costs
 from sglang.srt.speculative.ddtree_budget import (
     HYSTERESIS,
     MAX_LIMIT,
     AdaptiveBudget,
     CostTable,
+    Decision,
     FixedBudget,
     Option,
     StepRow,
@@ -137,6 +140,28 @@ def test_parse_budget():
 
 def test_a_narrower_step_is_not_taken_for_slower():
     assert monotone([1.0, 3.0, 2.0, 4.0]) == (1.0, 2.0, 2.0, 4.0)
+
+
+@pytest.mark.parametrize("block", [8, 7])  # no tree has 7 nodes
+def test_the_chain_is_timed_apart_and_is_not_taken_for_slower_than_a_wider_tree(monkeypatch, block):
+    options = options_up_to(32, block)
+    trees = {option: 10.0 + option.width / 8 for option in options[1:]}
+    chain_ms = iter([9.0, 50.0])  # the second time something else ran beside it
+
+    def time_steps(worker, batch_size, context, kinds):
+        *whole, root = kinds
+        assert [kind.option for kind in whole] == list(options) and root == Decision(options[-1], min_log_prob=1.0)
+        return [next(chain_ms), *trees.values(), 12.0]
+
+    monkeypatch.setattr(ddtree_costs, "time_steps", time_steps)
+    config = SimpleNamespace(context_len=4096)
+    runner = SimpleNamespace(max_running_requests=9, model_config=config)
+    costs = ddtree_costs.measure(SimpleNamespace(device="cpu", model_runner=runner), options)
+    costs.check(options)
+    assert costs.step(1, 256, options[0]) == 9.0
+    assert costs.step(8, 256, options[0]) == min(ms for option, ms in trees.items() if option.width >= block)
+    assert all(costs.step(1, 256, option) == ms for option, ms in trees.items())
+    assert costs.node(1, 256) == pytest.approx(2.0 / 31) and costs.node(8, 256) == pytest.approx(2.0 / 31 / 8)
 
 
 def row(gains, drafts=1, chain_drafts=1, rid="a", **more):
