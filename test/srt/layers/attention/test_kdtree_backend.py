@@ -25,7 +25,9 @@ from sglang.srt.layers.attention import (
 from sglang.srt.layers.attention.kdtree_metadata import full_mask, full_mask_indptr
 from sglang.srt.layers.attention.kdtree_torch_backend import KDTreeVerifyBackend
 from sglang.srt.layers.attention.kdtree_verify import VerifyErrors
+from sglang.srt.layers.attention.torch_reference_backend import TorchReferenceAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.models.deepseek_common import utils as upstream_lists
 from sglang.srt.speculative.ddtree_info import DDTreeVerifyInput
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
@@ -275,6 +277,116 @@ def test_mask_indptr_of_another_batch_size_is_refused():
             torch.zeros(1, dtype=torch.int64), sm_scale=1.0, tree_mask=torch.ones(200, dtype=torch.bool),
             mask_layout=sgl_kernel_sm120.MaskLayout.FULL, mask_indptr=full_mask_indptr(prefixes, N),
         )  # fmt: skip
+
+
+# q and k in two parts.
+
+
+def parts_of(case):
+    """As a layer of an MLA model holds them, some of them views: q, k, q_rope, k_rope"""
+    q, k = case.q.view(-1, NUM_HEADS, 576), case.k
+    heads_first = q[..., :512].transpose(0, 1).contiguous().transpose(0, 1)
+    return heads_first, k[..., :512], q[..., 512:], k[..., 512:]
+
+
+def batch_of_tree(case):
+    mask = TREE.expand(len(ROWS), N, N).flatten()
+    spec_info = DDTreeVerifyInput(
+        draft_token=torch.empty(0), positions=torch.empty(0), draft_token_num=N, custom_mask=mask
+    )
+    return SimpleNamespace(
+        forward_mode=ForwardMode.TARGET_VERIFY, batch_size=len(ROWS), req_pool_indices=torch.tensor(ROWS),
+        seq_lens=torch.tensor(PREFIXES), spec_info=spec_info, out_cache_loc=case.out_cache_loc,
+        out_cache_loc_is_physical=True,
+    )  # fmt: skip
+
+
+def verify_parts(case, backend, **options):
+    batch = batch_of_tree(case)
+    q, k, q_rope, k_rope = parts_of(case)
+    backend.init_forward_metadata(batch)
+    return backend.forward(q, k, k, case.layer, batch, q_rope=q_rope, k_rope=k_rope, **options)
+
+
+def same_kv(case, other):
+    torch.testing.assert_close(case.pool.keys, other.pool.keys, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("mode", ["off", "validate", "on"])
+def test_parts_are_joined_as_the_model_would(settings, mode):
+    settings.kernel.kdtree_verify = mode
+    case, again = make_case(), make_case()
+    assert torch.equal(verify_parts(case, KDTreeVerifyBackend(case.runner)), verify(again))
+    same_kv(case, again)
+
+
+def test_on_a_gpu_one_launch_joins_q_and_writes_kv(settings, monkeypatch):
+    """With upstream's kernel in torch."""
+
+    def fused(kv_buffer, loc, k_nope, k_rope, q_nope, q_rope):
+        assert (k_nope.shape, k_rope.shape) == ((2 * N, 512), (2 * N, 64)) and kv_buffer.shape[1:] == (576,)
+        kv_buffer[loc] = torch.cat([k_nope, k_rope], dim=-1)
+        return torch.cat([q_nope, q_rope], dim=-1)
+
+    kernel = SimpleNamespace(set_mla_kv_concat_q=fused, covered=lambda *rows: True)
+    monkeypatch.setattr(kdtree_serving, "mla_rows", kernel)
+    case, again = make_case(), make_case()
+    expected = verify(again)
+    backend = KDTreeVerifyBackend(case.runner)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+        joined = backend.write_and_join(case.layer, case.out_cache_loc, *parts_of(case))
+        case.layer.k_scale = torch.tensor(2.0)  # k is scaled before it is written
+        assert backend.write_and_join(case.layer, case.out_cache_loc, *parts_of(case)) is None
+        case.layer.k_scale = None
+    assert torch.equal(joined.flatten(1), case.q)
+    same_kv(case, again)
+    monkeypatch.setattr(backend, "write_latent", None)
+    monkeypatch.setattr(backend, "write_and_join", lambda *args: joined)
+    assert torch.equal(verify_parts(case, backend), expected)
+
+
+@pytest.mark.parametrize("option", ["attn_sink", "save_kv_cache"])
+def test_parts_with_another_option_are_joined_first(settings, monkeypatch, option):
+    case = make_case()
+    backend = KDTreeVerifyBackend(case.runner)
+    monkeypatch.setattr(backend, "write_and_join", None)
+    if option == "save_kv_cache":
+        case.pool.keys[case.out_cache_loc] = case.k
+        return close(verify_parts(case, backend, save_kv_cache=False), naive(case))
+    seen = []
+    monkeypatch.setattr(TorchReferenceAttnBackend, "forward_extend", lambda self, q, k, *a, **o: seen.append((q, k)))
+    verify_parts(case, backend, attn_sink=torch.ones(NUM_HEADS))
+    ((q, k),) = seen
+    assert torch.equal(q.flatten(1), case.q) and torch.equal(k, case.k)
+
+
+def test_a_layer_hands_over_parts_only_where_the_kernel_takes_them(settings, monkeypatch):
+    case = make_case()
+    backend = KDTreeVerifyBackend(case.runner)
+    monkeypatch.setattr(kdtree_backend, "get_attn_backend", lambda: backend)
+    handle = kdtree_backend.AttentionBackendRegistry.get_handler("kdtree_sm120")
+    served, other = batch_of_tree(case), decode_batch(case)
+    other.forward_mode = ForwardMode.EXTEND
+
+    def name_of(batch, layer=case.layer):
+        attn = SimpleNamespace(attn_mqa=layer, current_attention_backend="kdtree_sm120")
+        handle(attn, batch)
+        return attn.current_attention_backend
+
+    assert name_of(served) == "kdtree_sm120"  # nothing is planned yet
+    backend.init_forward_metadata(served)
+    assert name_of(served) == kdtree_backend.IN_PARTS
+    assert kdtree_backend.IN_PARTS in upstream_lists.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
+    assert name_of(other) == name_of(served, make_layer(NUM_HEADS + 1, 1, 576, 512)) == "kdtree_sm120"
+    backend.mode = "validate"  # the stock kernel wants them joined
+    assert name_of(served) == "kdtree_sm120"
+    case.runner.model_config.hf_text_config = SimpleNamespace(llama_4_scaling={"beta": 0.1})
+    backend = KDTreeVerifyBackend(case.runner)
+    backend.init_forward_metadata(served)
+    assert name_of(served) == "kdtree_sm120"  # q is scaled where it is joined
+    backend = SimpleNamespace()
+    assert name_of(served) == "kdtree_sm120"
 
 
 # Validate mode.

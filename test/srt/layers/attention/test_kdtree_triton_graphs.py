@@ -24,6 +24,7 @@ from srt.layers.attention.kdtree_triton_cases import (
 )
 
 from sgl_kernel_sm120 import MaskLayout, mla_tree_verify_reference
+from sglang.srt.layers.attention import kdtree_serving
 from sglang.srt.layers.attention.kdtree_verify import VerifyErrors
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
@@ -89,8 +90,8 @@ def expected_of(backend, rows, prefixes, q, visible, layer):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mode", ["on", "validate"])
-def test_one_captured_step_serves_all_batches(monkeypatch, device, mode):
+@pytest.mark.parametrize(("mode", "in_parts"), [("on", False), ("on", True), ("validate", False)])
+def test_one_captured_step_serves_all_batches(monkeypatch, device, mode, in_parts):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     backend = make_backend(monkeypatch, mode=mode, device=device, dtype=dtype)
     backend.init_cuda_graph_state(BUCKET, BUCKET * N)
@@ -108,15 +109,25 @@ def test_one_captured_step_serves_all_batches(monkeypatch, device, mode):
     static = batch_of([], [], chain_input(N, dummy), bucket=BUCKET, table=backend.req_to_token, device=device)
     backend.init_forward_metadata_out_graph(static, in_capture=True)
 
+    fused, joined = kdtree_serving.mla_rows.set_mla_kv_concat_q, []
+    monkeypatch.setattr(
+        kdtree_serving.mla_rows, "set_mla_kv_concat_q", lambda *rows: joined.append(fused(*rows)) or joined[-1]
+    )
+
     def step():
         backend.init_forward_metadata_in_graph(static)
         out = None
         for layer in layers:
-            out = backend.forward_extend(q, k, k[..., :512], layer, static)
+            parts = {"q": q, "k": k}
+            if in_parts:
+                heads = q.view(-1, NUM_HEADS, 576)
+                parts = {"q": heads[..., :512], "k": k[..., :512], "q_rope": heads[..., 512:], "k_rope": k[..., 512:]}
+            out = backend.forward_extend(v=k[..., :512], layer=layer, forward_batch=static, **parts)
         return out.clone()
 
     graph = Graph(device)
     graph.record(step)
+    assert bool(joined) == (in_parts and device == "cuda")
     for number, (rows, prefixes, is_tree) in enumerate(STEPS):
         visible = random_tree(len(rows), number) if is_tree else torch.ones(len(rows), N, N, dtype=torch.bool).tril()
         mask = visible.flatten().to(device)

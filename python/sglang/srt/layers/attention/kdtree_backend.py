@@ -17,7 +17,10 @@ from sgl_kernel_sm120.attention import MAX_B, MAX_S_Q
 
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.kdtree_serving import KDTreeServing
 from sglang.srt.layers.attention.kdtree_verify import KV_DTYPES, QK_HEAD_DIM, V_HEAD_DIM
+from sglang.srt.model_executor.forward_context import get_attn_backend
+from sglang.srt.models.deepseek_common import utils as mla_models
 from sglang.srt.models.deepseek_common.attention_backend_handler import (
     AttentionBackendRegistry,
     handle_attention_triton,
@@ -46,7 +49,7 @@ def create_kdtree_backend(runner) -> AttentionBackend:
         from sglang.srt.layers.attention.kdtree_torch_backend import KDTreeVerifyBackend
 
         return KDTreeVerifyBackend(runner)
-    AttentionBackendRegistry.register("kdtree_sm120", handle_attention_triton)
+    register_handler(handle_attention_triton)
     if runner.is_draft_worker:
         from sglang.srt.layers.attention.kdtree_triton_block import create_block_backend
 
@@ -184,8 +187,25 @@ def check_verify_goes_to(name: str) -> None:
         )
 
 
+# What a layer takes for the name of its backend while q and k come in parts.
+IN_PARTS = "kdtree_sm120 in parts"
+mla_models.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(IN_PARTS)
+
+
+def register_handler(handler) -> None:
+    """handler: chooses the form of an MLA layer, as upstream's registry wants it."""
+
+    def handle(attn, forward_batch) -> AttnForwardMethod:
+        backend = get_attn_backend()
+        if isinstance(backend, KDTreeServing) and backend.takes_parts(
+            attn.attn_mqa, forward_batch
+        ):
+            attn.current_attention_backend = IN_PARTS
+        return handler(attn, forward_batch)
+
+    AttentionBackendRegistry.register("kdtree_sm120", handle)
+
+
 # On a CPU, MLA layers read the latent pool in the absorbed form in every forward mode.
 # create_kdtree_backend replaces this by Triton's rule where it builds that form.
-AttentionBackendRegistry.register(
-    "kdtree_sm120", lambda attn, forward_batch: AttnForwardMethod.MLA
-)
+register_handler(lambda attn, forward_batch: AttnForwardMethod.MLA)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Callable, Dict, List, Optional
 import torch
 from sgl_kernel_sm120.attention import MAX_H_Q
 
+from sglang.kernels.ops.attention import set_mla_kv_concat_q as mla_rows
+from sglang.srt.environ import envs
 from sglang.srt.layers.attention.kdtree_report import (
     KDTreeMetrics,
     Validation,
@@ -64,6 +66,9 @@ class KDTreeServing(CountsFallbacks):
         self.mode: str = get_exec().kernel.kdtree_verify
         self.width = width
         self.served_heads = num_heads
+        # Models that scale q by position do so where they join it.
+        config = getattr(runner.model_config, "hf_text_config", None)
+        self.joins = getattr(config, "llama_4_scaling", None) is None
         self.step: Optional[VerifyStep] = None
         self.workspace: Optional[torch.Tensor] = None  # uint8, on a GPU
         self.init_fallbacks(KDTreeMetrics(metric_labels(), part=self.part))
@@ -105,48 +110,51 @@ class KDTreeServing(CountsFallbacks):
         if self.validation is not None:
             self.validation.tick()
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **options,
-    ) -> torch.Tensor:
-        stock = super().forward_extend
-        return self.attend(stock, q, k, v, layer, forward_batch, save_kv_cache, options)
+    def takes_parts(self, layer: RadixAttention, forward_batch: ForwardBatch) -> bool:
+        """Whether this layer's q and k are to come in two parts each, the rotary ones
+        apart: joining q and writing KV are then one launch."""
+        return (
+            self.mode == "on"
+            and self.joins
+            and self.step is not None
+            and self.serves(forward_batch.forward_mode)
+            and layer.tp_q_head_num == self.served_heads
+            and reason_unserved_layer(layer) is None
+        )
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **options,
-    ) -> torch.Tensor:
-        stock = super().forward_decode
-        return self.attend(stock, q, k, v, layer, forward_batch, save_kv_cache, options)
+    def forward_extend(self, *args, **options) -> torch.Tensor:
+        return self.attend(super().forward_extend, *args, **options)
+
+    def forward_decode(self, *args, **options) -> torch.Tensor:
+        return self.attend(super().forward_decode, *args, **options)
 
     def attend(
         self,
-        stock: Callable[..., torch.Tensor],
+        method: Callable[..., torch.Tensor],
         q: torch.Tensor,
         k: Optional[torch.Tensor],
         v: Optional[torch.Tensor],
         layer: RadixAttention,
         forward_batch: ForwardBatch,
-        save_kv_cache: bool,
-        options: dict,
+        save_kv_cache: bool = True,
+        q_rope: Optional[torch.Tensor] = None,
+        k_rope: Optional[torch.Tensor] = None,
+        **options,
     ) -> torch.Tensor:
         """q [rows, h * 576] -> [rows, h * 512], KV of the rows written on the way.
 
-        ``stock`` is the same method of the stock backend.
+        ``method`` is the stock backend's. With q_rope [rows, h, 64] and k_rope
+        [rows, 1, 64], q is [rows, h, 512] and k [rows, 1, 512].
         """
-        method = stock
+        if q_rope is not None:
+            joined = None
+            if save_kv_cache and not options and self.takes_parts(layer, forward_batch):
+                slots = forward_batch.out_cache_loc
+                joined = self.write_and_join(layer, slots, q, k, q_rope, k_rope)
+            if joined is None:
+                q, k = torch.cat([q, q_rope], dim=-1), torch.cat([k, k_rope], dim=-1)
+            else:
+                q, save_kv_cache = joined, False
         stock = functools.partial(
             method, q, k, v, layer, forward_batch, save_kv_cache, **options
         )
@@ -186,6 +194,20 @@ class KDTreeServing(CountsFallbacks):
         return self.verifier.run(
             self.step, flat_q, kv_cache, layer, workspace=self.workspace
         )
+
+    def write_and_join(
+        self, layer: RadixAttention, slots: torch.Tensor, *parts: torch.Tensor
+    ) -> Optional[torch.Tensor]:
+        """parts: q, k, q_rope, k_rope -> q [rows, h, 576]; None, and nothing written,
+        where upstream's kernel does not serve, or the pool is to check the slots."""
+        q, k, q_rope, k_rope = parts
+        if not q.is_cuda or layer.k_scale is not None:
+            return None
+        kv_cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id).flatten(1)
+        rows = (kv_cache, slots, k.flatten(1), k_rope.flatten(1), q, q_rope)
+        if envs.SGLANG_ENABLE_ASYNC_ASSERT.get() or not mla_rows.covered(*rows):
+            return None
+        return mla_rows.set_mla_kv_concat_q(*rows)
 
     def write_latent(
         self,

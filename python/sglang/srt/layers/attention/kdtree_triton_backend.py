@@ -136,11 +136,7 @@ class KDTreeTritonBackend(KDTreeTritonServing):
         return self._verify_mask if self.masks is None else self.masks.qlen
 
     def init_cuda_graph_state(
-        self,
-        max_bs: int,
-        max_num_tokens: int,
-        kv_indices_buf: Optional[torch.Tensor] = None,
-        cuda_graph_num_kv_splits_buf: Optional[torch.Tensor] = None,
+        self, max_bs: int, max_num_tokens: int, *buffers, **named_buffers
     ) -> None:
         masks_before = 0 if self.masks is None else self.masks.nbytes
         num_draft_tokens = self.num_draft_tokens
@@ -150,8 +146,8 @@ class KDTreeTritonBackend(KDTreeTritonServing):
         super().init_cuda_graph_state(
             max_bs,
             max_num_tokens,
-            kv_indices_buf,
-            cuda_graph_num_kv_splits_buf,
+            *buffers,
+            **named_buffers,
             decode_tokens=1 if self.speculates else max_num_tokens,
         )
         self.num_draft_tokens = num_draft_tokens

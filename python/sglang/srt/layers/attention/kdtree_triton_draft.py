@@ -72,21 +72,9 @@ class KDTreeDraftExtendBackend(KDTreeTritonServing):
             return None
         return self.captured_step(bs, self.width, tree_mask=None)
 
-    def init_cuda_graph_state(
-        self,
-        max_bs: int,
-        max_num_tokens: int,
-        kv_indices_buf: Optional[torch.Tensor] = None,
-        cuda_graph_num_kv_splits_buf: Optional[torch.Tensor] = None,
-    ) -> None:
+    def init_cuda_graph_state(self, *sizes, **buffers) -> None:
         # No decode step is captured on this backend.
-        super().init_cuda_graph_state(
-            max_bs,
-            max_num_tokens,
-            kv_indices_buf,
-            cuda_graph_num_kv_splits_buf,
-            decode_tokens=1,
-        )
+        super().init_cuda_graph_state(*sizes, **buffers, decode_tokens=1)
         super().log_start(f"{self.width} draft tokens")
 
     def _update_draft_extend_buffers(
