@@ -65,8 +65,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: -SECONDS.get(item.path.relative_to(here).as_posix(), 0))
     if not os.environ.get("LONG"):
         for item in items:
-            if item.get_closest_marker("long"):
-                item.add_marker(pytest.mark.skip(reason="takes minutes: make test LONG=1"))
+            for mark, does in (("long", "takes minutes"), ("network", "asks the package index")):
+                if item.get_closest_marker(mark):
+                    item.add_marker(pytest.mark.skip(reason=f"{does}: make test LONG=1"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not cuda_is_available():
         for item in marked:

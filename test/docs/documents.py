@@ -22,11 +22,19 @@ PROGRAMS = re.compile(
 )
 
 
+def tracked_files() -> list[Path]:
+    """As they are now, new ones included. On a host where the tree has no repository: all but what tools leave."""
+    names = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(names, cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode == 0:
+        return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+    found = (path for path in ROOT.rglob("*") if path.is_file())
+    left = {"__pycache__", "build", "out", "dist"}
+    return [f for f in found if not any(part[0] == "." or part in left for part in f.relative_to(ROOT).parts)]
+
+
 def documents() -> list[Path]:
-    listed = subprocess.run(
-        ["git", "ls-files", "*.md", "*.mdx"], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout
-    return [ROOT / name for name in listed.split()] or sorted(ROOT.glob("*.md"))
+    return sorted(path for path in tracked_files() if path.suffix in (".md", ".mdx"))
 
 
 def lines_of_blocks(text: str) -> list[str]:

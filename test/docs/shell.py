@@ -107,17 +107,12 @@ class Shell:
 
 
 def copy_tracked_files(folder: Path) -> None:
-    names = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    for name in filter(None, names.split("\0")):
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
+    from docs.documents import tracked_files  # not there for this file as a script
+
+    for path in tracked_files():
+        target = folder / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, target)
 
 
 def write_program(path: Path, text: str) -> None:
@@ -217,23 +212,29 @@ def only_parsed(arguments: list[str]) -> list[str]:
         return [*arguments, "--markers"]
     if "build_ext" in arguments:
         return [*arguments, "--help"]
-    stop_behind(argparse.ArgumentParser, lambda parser: True)
+    stop_behind(argparse.ArgumentParser, "parse_args", lambda parser, parsed: True)
+    # The kit says itself what it does not know.
+    stop_behind(
+        argparse.ArgumentParser,
+        "parse_known_args",
+        lambda parser, parsed: parser.prog == "python -m sglang.kdtree" and not parsed[1],
+    )
     # pip reads its general options first, by a parser of its own.
-    stop_behind(optparse.OptionParser, lambda parser: not parser.get_prog_name().endswith("pip"))
+    stop_behind(optparse.OptionParser, "parse_args", lambda parser, parsed: not parser.get_prog_name().endswith("pip"))
     return arguments
 
 
-def stop_behind(kind: type, is_last: Callable[[Any], bool]) -> None:
-    parse = kind.parse_args
+def stop_behind(kind: type, method: str, is_last: Callable[[Any, Any], bool]) -> None:
+    parse = getattr(kind, method)
 
-    def parse_args(parser, *arguments, **options):
+    def parse_and_stop(parser, *arguments, **options):
         parsed = parse(parser, *arguments, **options)
-        if is_last(parser):
+        if is_last(parser, parsed):
             print("accepted by its parser", flush=True)
             os._exit(0)
         return parsed
 
-    kind.parse_args = parse_args
+    setattr(kind, method, parse_and_stop)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every command of every document runs here, or in a test that takes its words from the document, or at least reaches
-the program's own parser, which accepts it.
+"""Every command of every document is run: here, in another test, or once for a record.
 
-    LITERAL    typed as it stands, in a shell in a copy of the repository; PUT says what stands for a reader's own paths
-    PARSED     needs a GPU, a second machine, a network, minutes or the maintainers' keys: its parser reads it
-    otherwise  documented("docs/page.md", "beginning of the command") stands in some test, which runs what it gives
+    LITERAL   typed as it stands, in a shell in a copy of the repository; PUT says what stands for a reader's own paths.
+              `mark`: only with a GPU, or with LONG=1
+    PARSED    says what runs it instead: a test, or a recorded run. Here its program's own parser has to accept it
+    neither   documented("docs/page.md", "beginning of the command") stands in some test, which runs what it gives
+
+To record a run: test/docs/record.py.
 """
 
 import ast
+import json
 import re
+import shlex
 import shutil
 import tomllib
 from collections.abc import Callable
@@ -33,12 +37,58 @@ def two_results(folder: Path) -> None:
         shutil.copy(folder / "benchmark/results/h200/one_rank.json", folder / name)
 
 
+def a_site(folder: Path) -> None:
+    """The environment that make made, with upstream's package in it."""
+    (folder / f".venv/lib/python3.11/site-packages/sglang-{PINNED}.dist-info").mkdir(parents=True)
+
+
 class Run(NamedTuple):
     says: str = ""  # a part of what it prints
     cwd: str = "."  # where the text around it says that it is typed
     codes: tuple[int, ...] = (0,)
     setup: Callable[[Path], None] = no_setup
     makes: str = ""  # a file that is there afterwards
+    mark: str = ""
+
+
+class By(NamedTuple):
+    """A test runs it, with smaller sizes perhaps."""
+
+    test: str  # file::name in test/
+    mark: str = ""  # that it has: it is not run by default
+
+
+class Ran(NamedTuple):
+    """It ran once, and this file has the line."""
+
+    record: str = "docs/commands.json"
+
+
+class Wrote(NamedTuple):
+    """It ran once, on a machine that few have, and what it wrote is committed."""
+
+    files: tuple[str, ...]
+
+
+class Same(NamedTuple):
+    """As a line of LITERAL."""
+
+    line: str
+
+
+class OfTests(NamedTuple):
+    """It runs tests, and they are part of `make test`, or with -m gpu of that on a GPU."""
+
+
+class Cannot(NamedTuple):
+    """Nobody here can run it."""
+
+    why: str
+    instead: str  # the record of what comes closest
+
+
+def h200(*names: str, ranks: str = "") -> Wrote:
+    return Wrote(tuple(f"benchmark/results/h200{ranks}/{name}.json" for name in names))
 
 
 LITERAL = {
@@ -48,11 +98,11 @@ LITERAL = {
     "python -m sglang.kdtree plan --model /data/Kimi-K2.6 --draft /data/Kimi-K2.6-DFlash --context 200000 "
     # A wish that does not fit is a finding.
     "--mem-fraction-static 0.93": Run("190,495", codes=(1,)),
-    "python -m sglang.kdtree plan --model /data/Kimi-K2.6 --draft /data/Kimi-K2.6-DFlash --context 200000": Run(
-        "--mem-fraction-static"
+    "python -m sglang.kdtree plan --model /data/Kimi-K2.6 --draft /data/Kimi-K2.6-DFlash --context 184000": Run(
+        "The wish fits"
     ),
     "python -m sglang.kdtree plan --model /data/Kimi-K2.6 --draft /data/Kimi-K2.6-DFlash --context 200000 "
-    "--observed 0.93:195011": Run("195,011"),
+    "--observed 0.93:195011": Run("195,011", codes=(1,)),
     "python -m sglang.kdtree plan --model /data/Kimi-K2.6 --draft /data/Kimi-K2.6-DFlash --context 200000 "
     "--concurrency 2": Run("pool", codes=(1,)),
     "python -m sglang.kdtree schema probe-moe": Run('"$schema"'),
@@ -61,58 +111,100 @@ LITERAL = {
     "make delta": Run("edits in"),
     "make pr": Run("patches/0001-"),
     "cd python && python -m overlay drift --to VERSION": Run("no work needed"),
+    "python -m overlay check": Run("every anchor found", cwd="python"),
+    "python -m overlay link ../.venv/lib/python3.11/site-packages": Run(
+        cwd="python", setup=a_site, makes="../.venv/lib/python3.11/site-packages/sglang/kdtree/cli.py"
+    ),
+    "python -m overlay pin --to VERSION": Run("cp311-cp311", cwd="python", mark="network"),
+    "python -m overlay drift --to newest": Run(codes=(0, 1), cwd="python", mark="network"),
     "python -m overlay sign": Run("every edit was signed already", cwd="python"),
     # Benchmarks
     "python benchmark/report.py": Run(),
+    "cd benchmark && python report.py": Run(),
     "python benchmark/merge_results.py one_rank.json later.json --out one_rank.json": Run(setup=two_results),
     "cd benchmark && python -m one_rank.plot results/h200/one_rank.json": Run(),
     "python benchmark/kernels/bench_mla_tree_verify.py --list": Run("triton_extend"),
-    # Keys and releases
+    "python benchmark/kernels/bench_mla_tree_verify.py --arms ours flashinfer_100k --shapes context fp8": Run(
+        "189,440", mark="gpu"
+    ),
+    "python benchmark/kernels/bench_mla_tree_verify.py --shape bs=1,q=9,h=8,prefix=65536,kv=bf16,page=1": Run(
+        "65,536", mark="gpu"
+    ),
+    # Keys, packages and releases
+    "pip show sglang": Run("+kdtree."),
     "head -c 32 /dev/urandom | base64 | tr -dc A-Za-z0-9 > api-key": Run(makes="api-key"),
     "chmod 400 api-key && chown 10001 api-key": Run(setup=lambda folder: (folder / "api-key").write_text("k" * 32)),
     "export MODEL_DIR=/data/Kimi-K2.6 DRAFT_DIR=/data/Kimi-K2.6-DFlash API_KEY_FILE=$PWD/api-key "
     "GRAFANA_PASSWORD=...": Run(),
     "export SGLANG_API_KEY=$(cat api-key)": Run(setup=lambda folder: (folder / "api-key").write_text("k" * 32)),
 }
-# Beginning of a line -> why its program only reads it. Of several the longest counts. "@ folder" is where it is typed.
+# Beginning of a line -> what runs it. Of several the longest counts. "@ folder" is where it is typed.
 PARSED = {
-    "make": "its rules are printed; `make test` is what runs this",
-    "make test LONG=1": "takes minutes",
-    "pip": "needs an index; test_environment.py holds what make installs against the README",
-    "pip install ./sgl-kernel-sm120": "takes minutes; test_build.py makes its wheel by pip",
-    "python3.11 -m venv": "what make does in test_environment.py",
-    "python -m pytest": "these are tests",
-    "pytest": "these are tests",
-    "python sgl-kernel-sm120/tools/resources.py check": "takes minutes; a gate of make test",
-    "python setup.py build_ext @ sgl-kernel-sm120": "takes minutes; test_build.py builds",
-    "python -m overlay check @ python": "a gate of make test",
-    "python -m overlay delta @ python": "make delta is run",
-    "python -m overlay drift --to newest @ python": "needs an index; test_drift.py",
-    "python -m overlay drift --to VERSION @ python": "run as the README has it",
-    "python -m overlay link @ python": "needs an environment of its own; test_tree.py, and make itself",
-    "python -m overlay pin @ python": "needs an index; test_drift.py",
-    "python -m sglang.kdtree bench longctx": "a server; test_server.py runs it with smaller lengths",
-    "python -m kv_churn @ benchmark": "takes minutes; test_churn_replay.py",
-    "python -m sglang.kdtree probe verify --url": "a server; test_server.py runs it as docs/kit.md has it",
-    "python -m sglang.kdtree probe gpu": "needs a GPU; test_gpu.py with a false one, test_on_gpu.py",
-    "python -m sglang.launch_server": "a server; test_small_model.py starts it with these flags",
-    "python benchmark/kernels/build_native.py": "needs nvcc",
-    "python benchmark/pack_gpu.py": "needs nvcc; test_pack.py",
-    "python benchmark/kernels/bench_mla_tree_verify.py": "needs a GPU for its shapes; test_bench_cli.py",
-    "python benchmark/kernels/bench_ddtree.py": "needs a GPU",
-    "python -m acceptance --engine @ benchmark": "needs a GPU",
-    "python benchmark/bench_kv_layout.py": "needs a GPU; test_kv_layout.py",
-    "python benchmark/backend_e2e.py": "takes minutes; test_backend_e2e.py with LONG=1",
-    "cd benchmark && python report.py": "run from the repository's folder",
-    "cd benchmark && python -m one_rank": "takes minutes; test_one_rank.py with LONG=1",
-    "cd benchmark && python -m two_ranks": "takes minutes; test_two_ranks.py with LONG=1",
-    "bash benchmark/run_gpu.sh": "needs a GPU; here each of its steps reaches its parser",
-    "python -m training.corpus @ test/models": "takes a minute, and needs the machine whose texts it names",
-    "python -m training.train_all @ test/models": "needs a GPU",
-    "python -m training.make_expected_steps @ test/models": "takes minutes; test_offline_walk.py walks some",
-    "python -m training.acceptance @ test/models": "takes minutes; test_offline_walk.py holds its numbers",
-    "python -m training.check_server @ test/models": "takes minutes; test_check_server.py",
-    "docker": "needs an engine; docker/check.py runs what the image runs",
+    "make serve": Ran(),
+    "make test": Ran(),
+    "make PYTHON=python3.12 test": Ran(),
+    "make lint": Ran(),
+    "make format": Ran(),
+    "make release": Ran("docs/release-check.json"),
+    "make check-release": Ran("docs/release-check.json"),
+    "python3.11 -m venv": Ran(),
+    "pip install": Ran(),
+    "pip install ./sgl-kernel-sm120 './python[cuda,kit]'": Ran("docs/image-check.json"),
+    "pip install ./sgl-kernel-sm120 './python[cpu,kit]'": Ran("docs/first-hour.json"),
+    "pip install ./sgl-kernel-sm120 './python[cpu,kit]' -c": Ran(),
+    "python -m pytest": OfTests(),
+    "pytest": OfTests(),
+    "python sgl-kernel-sm120/tools/resources.py check": Ran(),
+    "python setup.py build_ext @ sgl-kernel-sm120": Ran(),
+    "python -m overlay delta @ python": Same("make delta"),
+    "python -m overlay drift --to newest @ python": Same("python -m overlay drift --to newest"),
+    "python -m overlay drift --to VERSION @ python": Same("cd python && python -m overlay drift --to VERSION"),
+    "python -m overlay pin --to VERSION @ python": Same("python -m overlay pin --to VERSION"),
+    "python -m sglang.kdtree bench longctx": By("kit/test_server.py::test_longctx_over_each_api_and_compare"),
+    "python -m sglang.kdtree probe verify --url": By("kit/test_server.py::test_validate_mode_counts_a_sound_kernel"),
+    "python -m sglang.kdtree probe gpu": By("kit/test_on_gpu.py::test_probe_gpu", "gpu"),
+    "python -m sglang.kdtree probe gpu --watch": By(
+        "kit/test_on_gpu.py::test_probe_gpu_watches_what_runs_anyway", "gpu"
+    ),
+    "python -m sglang.launch_server": By("e2e/test_small_model.py::test_this_server_is_the_one_of_the_documents"),
+    "python -m kv_churn @ benchmark": By(
+        "srt/mem_cache/test_churn_replay.py::test_ranks_replay_the_requests_between_them"
+    ),
+    "python -m kv_churn --mode @ benchmark": Ran("benchmark/results/cpu/churn.json"),
+    "python benchmark/kernels/build_native.py": Ran(),
+    "python benchmark/pack_gpu.py": Ran(),
+    "python benchmark/kernels/bench_mla_tree_verify.py": h200("mla_tree_verify"),
+    "python benchmark/kernels/bench_ddtree.py": h200("ddtree"),
+    "python -m acceptance --engine @ benchmark": h200("acceptance"),
+    "python benchmark/bench_kv_layout.py": h200("kv_layout"),
+    "python benchmark/backend_e2e.py": h200("backend_e2e"),
+    "python benchmark/backend_e2e.py --device cpu": By(
+        "benchmark/test_backend_e2e.py::test_the_comparison_runs_end_to_end_on_a_cpu", "long"
+    ),
+    "cd benchmark && python -m one_rank": h200("one_rank"),
+    "cd benchmark && python -m one_rank --scale small": By(
+        "benchmark/test_one_rank.py::test_the_benchmark_runs_end_to_end_on_a_small_model", "long"
+    ),
+    "cd benchmark && python -m two_ranks": h200("equal", "steps", "moe", ranks="x2"),
+    "cd benchmark && python -m two_ranks --device cpu": By(
+        "benchmark/test_two_ranks.py::test_two_ranks_run_end_to_end_on_a_cpu", "long"
+    ),
+    # Its steps, called with a stand-in for Python, are in test_run_gpu.py.
+    "bash benchmark/run_gpu.sh": h200(
+        "backend_e2e", "acceptance", "backend_churn", "one_rank", "mla_tree_verify", "ddtree", "kv_layout"
+    ),
+    "bash benchmark/run_gpu.sh backend e2e one_rank": h200("backend_e2e", "one_rank"),
+    "bash benchmark/run_gpu.sh --site TREE backend e2e one_rank": h200("backend_e2e", "one_rank"),
+    "bash benchmark/run_gpu.sh one_rank": h200("one_rank"),
+    "bash benchmark/run_gpu.sh acceptance": h200("acceptance"),
+    "bash benchmark/run_gpu.sh two_ranks": h200("equal", "steps", "moe", ranks="x2"),
+    "bash benchmark/run_gpu.sh --bundle": h200("mla_tree_verify", "ddtree", "kv_layout"),
+    "python -m training.corpus @ test/models": Ran(),
+    "python -m training.train_all @ test/models": Wrote(("test/models/training/log.txt",)),
+    "python -m training.make_expected_steps @ test/models": Wrote(("test/models/expected_steps.json",)),
+    "python -m training.acceptance @ test/models": Wrote(("test/models/acceptance.json",)),
+    "python -m training.check_server @ test/models": Wrote(("test/models/training/server_check.txt",)),
+    "docker": Cannot("no machine of ours has an engine", "docs/image-check.json"),
 }
 # Names that a text calls something by; nobody can type them.
 NAMES = {"python -m sglang.kdtree VERB", "python -m sglang.launch_server", "python3 FILE", "git am"}
@@ -157,6 +249,7 @@ def is_a_name(line: str, lines: dict[str, list[str]]) -> bool:
 LINES, CLAIMED = all_lines(), claimed()
 # Those that a test runs, too: it may be one that takes minutes and is left out by default.
 TO_PARSE = [line for line in LINES if line not in {*LITERAL, *NAMES} and longest(line)]
+MARKED = [pytest.param(line, marks=[getattr(pytest.mark, r.mark)] if r.mark else []) for line, r in LITERAL.items()]
 
 
 @pytest.fixture(scope="module")
@@ -200,9 +293,67 @@ def test_every_command_is_run_or_read():
 def test_no_entry_is_left_over():
     assert [line for line in (*LITERAL, *NAMES) if line not in LINES] == []
     assert set(PARSED) - {longest(line) for line in LINES} == set()
+    recorded = {step["command"] for step in steps_of("docs/commands.json")}
+    assert recorded - {line for line in LINES if isinstance(PARSED.get(longest(line)), Ran)} == set()
 
 
-@pytest.mark.parametrize("line", LITERAL)
+@pytest.mark.parametrize("line", [line for line in TO_PARSE if line not in CLAIMED])
+def test_what_runs_a_line_is_there(line):
+    how = PARSED[longest(line)]
+    match how:
+        case By(test, mark):
+            assert marks_of(test) & {"gpu", "long"} == ({mark} if mark else set()), test
+        case Ran(record):
+            assert any(is_of(step, line) for step in steps_of(record)), (
+                f"{record} has no run of {line!r}: python test/docs/record.py --at CLONE {shlex.quote(line)}"
+            )
+        case Wrote(files):
+            assert all((ROOT / name).stat().st_size for name in files)
+        case Same(other):
+            assert other in LITERAL
+        case Cannot(why, instead):
+            assert why and steps_of(instead)
+        case OfTests():
+            pass  # its parser has found the files
+        case _:
+            pytest.fail(
+                f"say in PARSED what runs {line!r}, and how: {how!r} is none of By, Ran, Wrote, Same, Tests, Cannot"
+            )
+
+
+def marks_of(test: str) -> set[str]:
+    """Names of the marks of a test, file::name, its file's included; AssertionError if there is no such test."""
+    name, _, function = test.partition("::")
+    tree = ast.parse((ROOT / "test" / name).read_text())
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == function]
+    assert len(found) == 1, f"{test}: {len(found)} such tests"
+    of_file = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+    ]
+    marks = [node for where in (*found[0].decorator_list, *of_file) for node in ast.walk(where)]
+    return {node.attr for node in marks if isinstance(node, ast.Attribute)}
+
+
+def steps_of(record: str) -> list[dict]:
+    """What a record says that was run: its steps, or the one command of a result."""
+    content = json.loads((ROOT / record).read_text())
+    steps = content.get("steps") or [content]
+    assert all(step.get("exit", 0) == 0 for step in steps), record
+    return steps
+
+
+def is_of(step: dict, line: str) -> bool:
+    """A step of docs/commands.json has the line itself; other records say where programs lie, and set a variable."""
+
+    def words(text):
+        return [[Path(program).name, *rest] for program, *rest in parts(text)]
+
+    return step.get("command") == line or "in" not in step and words(step.get("command", "")) == words(line)
+
+
+@pytest.mark.parametrize("line", MARKED)
 def test_a_command_as_it_stands(line, shell):
     run = LITERAL[line]
     run.setup(shell.folder)

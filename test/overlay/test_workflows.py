@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The workflows of .github: valid for GitHub, and calling what this repository has."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -89,3 +90,20 @@ def test_drift_reports_work_and_fails_only_where_the_tool_does(tmp_path, code, p
     assert (done.returncode == 0) == passes
     assert (tmp_path / "drift.txt").read_text() == f"{said}\n"
     assert summary.read_text() == f"## drift --to previous\n```diff\n{said}\n```\n"
+
+
+# Made with a token of GitHub's, on GitHub.
+ON_GITHUB_ALONE = {"draft"}
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_every_step_has_run_in_a_clean_clone(path):
+    """As it is written now: test/docs/run_workflow.py wrote the record."""
+    ran = {}
+    for step in json.loads((ROOT / "docs" / "workflows.json").read_text())["steps"]:
+        assert step["exit"] == 0
+        workflow, job, *_ = step["where"].split()
+        ran.setdefault((workflow, job), set()).add(step["command"])
+    for job, content in load(path)["jobs"].items():
+        written = {step["run"] for step in content["steps"] if "run" in step}
+        assert job in ON_GITHUB_ALONE or written <= ran.get((path.stem, job), set()), job
