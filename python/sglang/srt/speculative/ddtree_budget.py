@@ -15,7 +15,7 @@ from typing import Dict, List, Optional, Sequence, Tuple
 
 import msgspec
 
-# Another way has to promise this much more before a step is verified differently.
+# A tree has to promise this much more before a step is verified differently.
 HYSTERESIS = 1.01
 # Weight of what was known before a step, for a request's curve and for the calibration.
 CURVE_MEMORY = 0.5
@@ -144,11 +144,13 @@ def choose_option(tokens: Sequence[float], costs: Sequence[float], current: int)
     """The index of the option that commits the most per millisecond.
 
     tokens and costs are what each option promises for the whole batch; option 0 is the
-    chain, which wins a tie. The current one stays unless another is HYSTERESIS better.
+    chain, which wins a tie. The current one stays unless another is HYSTERESIS better,
+    or, of a tree, the chain is as good.
     """
     rates = [t / c for t, c in zip(tokens, costs, strict=True)]
     best = max(range(len(rates)), key=lambda i: (rates[i], -i))
-    return current if rates[current] * HYSTERESIS >= rates[best] else best
+    stays = rates[current] * HYSTERESIS >= rates[best]
+    return current if stays and (current == 0 or rates[current] > rates[0]) else best
 
 
 class Calibration:
@@ -196,10 +198,7 @@ class AdaptiveBudget:
     def __init__(self, options: Sequence[Option], costs: CostTable):
         costs.check(options)
         self.options, self.costs = tuple(options), costs
-        self.current = 1 + min(
-            range(len(options) - 1),
-            key=lambda i: abs(options[1 + i].width - options[0].width),
-        )
+        self.current = 0
         self.chain, self.tree = Calibration(), Calibration()
         self.chain_steps = 0  # one after another, the last ones
         self.costs_key, self.costs_there = None, ([], 0.0)
