@@ -25,14 +25,6 @@ ALLOCATORS = {
 }
 
 
-class _Row:
-    """As much of a request as an allocator looks at."""
-
-    def __init__(self, index: int):
-        self.kv = self
-        self.req_pool_idx = index
-
-
 class _Decoding:
     """An allocator in the state of a server that decodes ``bs`` requests: ``released``
     slots have come back in pieces of a block, and frees arrive a block late."""
@@ -43,15 +35,15 @@ class _Decoding:
         for piece in held[:released].split(STRIPE_STEPS * bs):
             allocator.free(piece)
         self.late = list(held[released:].split(bs))
-        self.rows = [_Row(i) for i in range(bs)]
+        self.reqs = [object() for _ in range(bs)]  # All that an allocator looks at is which they are.
 
     def pair_seconds(self) -> float:
         """One alloc and one free, the mean of a block. The call that announces a step
         to the allocator is in it."""
-        allocator, bs, rows, taken = self.allocator, self.bs, self.rows, []
+        allocator, bs, reqs, taken = self.allocator, self.bs, self.reqs, []
         began = time.perf_counter()
         for slots in self.late:
-            allocator.check_decode_capacity(num_tokens=bs, tree_cache=None, requests=rows)
+            allocator.check_decode_capacity(num_tokens=bs, tree_cache=None, requests=reqs)
             taken.append(allocator.alloc(bs))
             allocator.free(slots)
         took = time.perf_counter() - began

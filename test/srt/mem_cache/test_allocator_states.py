@@ -25,10 +25,10 @@ class NoCache:
 
 
 class Request:
-    """As much of a request as the allocator looks at, and its slots in order."""
+    """Its slots in order; the allocator looks at nothing of it."""
 
     def __init__(self, index):
-        self.kv, self.req_pool_idx = self, index
+        self.index = index
         self.slots = []
 
 
@@ -46,7 +46,7 @@ class Machine(RuleBasedStateMachine):
     def give(self, request, slots):
         for slot in slots.tolist():
             assert slot not in self.owner, f"slot {slot} belongs to {self.owner[slot]}"
-            self.owner[slot] = request.req_pool_idx
+            self.owner[slot] = request.index
             request.slots.append(slot)
 
     def take_from(self, request, lo, hi):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tier 0: what is handed out, what it costs, and that nothing is lost."""
 
+import functools
 import sys
 from unittest import mock
 
@@ -24,12 +25,10 @@ class NoCache:
         return False
 
 
-class Row:
-    """As much of a request as the allocator looks at."""
-
-    def __init__(self, index):
-        self.kv = self
-        self.req_pool_idx = index
+@functools.cache
+def request(index):
+    """The allocator tells requests apart, and looks at nothing of them."""
+    return object()
 
 
 def token_allocator(size=1000):
@@ -42,7 +41,7 @@ def prefill(allocator, count):
 
 
 def decode(allocator, rows):
-    assert allocator.check_decode_capacity(num_tokens=len(rows), tree_cache=None, requests=[Row(i) for i in rows])
+    assert allocator.check_decode_capacity(num_tokens=len(rows), tree_cache=None, requests=[request(i) for i in rows])
     return allocator.alloc(len(rows))
 
 
@@ -278,7 +277,7 @@ def work_of_a_pair(allocator, *, warm=64, rounds=200, width=8):
     """The most that an alloc and a free of a decode step do, with frees that arrive a few steps late.
     -> (elements, lines)"""
     late = [allocator.alloc(width).clone() for _ in range(warm)]
-    rows = [Row(i) for i in range(width)]
+    rows = [request(i) for i in range(width)]
     most = (0, 0)
     for _ in range(rounds):
         allocator.check_decode_capacity(num_tokens=width, tree_cache=None, requests=rows)

@@ -18,7 +18,7 @@ the same sequence of calls hand out the same slots.
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Optional, Sequence
 
 import torch
 
@@ -168,14 +168,14 @@ class FreeRuns:
 
     # -- columns for requests that decode together --
 
-    def next_stripe(self, rows: list[int]) -> Optional[torch.Tensor]:
-        """One slot for each of ``rows``, behind the slot it got the step before;
+    def next_stripe(self, reqs: Sequence) -> Optional[torch.Tensor]:
+        """One slot for each of ``reqs``, behind the slot it got the step before;
         None if there are too few slots to lay out two steps."""
-        if rows != self._columns or not self._steps:
-            self._lay_out(rows)
+        if reqs != self._columns or not self._steps:
+            self._lay_out(list(reqs))
             if not self._steps:
                 return None
-        self.count -= len(rows)
+        self.count -= len(reqs)
         self._steps -= 1
         return self.stripes[-1 - self._steps]
 
@@ -188,39 +188,39 @@ class FreeRuns:
     def _drop_stripes(self) -> None:
         self.stripes: Optional[torch.Tensor] = None
         self._steps = 0  # Rows of it that are left, the last ones.
-        self._columns: list[int] = []
+        self._columns: list = []
 
-    def _set_stripes(self, stripes: torch.Tensor, rows: list[int]) -> None:
+    def _set_stripes(self, stripes: torch.Tensor, reqs: list) -> None:
         self.stripes = stripes.contiguous()
         self._steps = stripes.shape[0]
-        self._columns = rows
+        self._columns = reqs
 
     def _stripes_left(self) -> torch.Tensor:
         return self.stripes[self.stripes.shape[0] - self._steps :]
 
-    def _lay_out(self, rows: list[int]) -> None:
-        left, width, size = self._steps, len(rows), self.head.numel()
-        column_of = {row: column for column, row in enumerate(self._columns)}
-        joined = [row for row in rows if row not in column_of]
+    def _lay_out(self, reqs: list) -> None:
+        left, width, size = self._steps, len(reqs), self.head.numel()
+        column_of = {req: column for column, req in enumerate(self._columns)}
+        joined = [req for req in reqs if req not in column_of]
         if left < 2 or len(joined) == width or len(joined) * left > size:
             self.end_stripes()
             steps = min(STRIPE_STEPS, self.head.numel() // width)
             if steps > 1:
-                self._set_stripes(self._columns_of(width, steps), rows)
+                self._set_stripes(self._columns_of(width, steps), reqs)
             return
         columns = self._stripes_left()
         if joined:
             columns = torch.cat([columns, self._columns_of(len(joined), left)], dim=1)
             first = len(self._columns)
-            column_of.update((row, first + i) for i, row in enumerate(joined))
-        order = [column_of.pop(row) for row in rows]
+            column_of.update((req, first + i) for i, req in enumerate(joined))
+        order = [column_of.pop(req) for req in reqs]
         index = torch.tensor(order + list(column_of.values()), dtype=torch.int64)
         if columns.is_cuda:
             index = index.pin_memory().to(columns.device, non_blocking=True)
         columns = columns.index_select(1, index)
         if column_of:
             self._release(columns[:, width:].t().reshape(-1))
-        self._set_stripes(columns[:, :width], rows)
+        self._set_stripes(columns[:, :width], reqs)
 
     def _columns_of(self, width: int, steps: int) -> torch.Tensor:
         """[steps, width] off the head, each column a piece of the list."""
@@ -352,7 +352,7 @@ class ContiguousTokenAllocator(_OverFreeRuns, TokenToKVPoolAllocator):
         device: str,
         kvcache,
     ):
-        self._decode_rows: Optional[list[int]] = None
+        self._decode_reqs: Optional[Sequence] = None
         super().__init__(
             size,
             dtype,
@@ -369,7 +369,7 @@ class ContiguousTokenAllocator(_OverFreeRuns, TokenToKVPoolAllocator):
         self.runs.rearrange()
 
     def create_prefill_budget(self, tree_cache, *, num_mixed_decode_tokens=0):
-        self._decode_rows = None
+        self._decode_reqs = None
         return super().create_prefill_budget(
             tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens
         )
@@ -377,10 +377,10 @@ class ContiguousTokenAllocator(_OverFreeRuns, TokenToKVPoolAllocator):
     def check_decode_capacity(
         self, *, num_tokens: int, tree_cache, requests=None, spec_algorithm=None
     ) -> bool:
-        self._decode_rows = None
+        self._decode_reqs = None
         if requests and (spec_algorithm is None or spec_algorithm.is_none()):
             # The next alloc hands out one slot for each, in this order.
-            self._decode_rows = [req.kv.req_pool_idx for req in requests]
+            self._decode_reqs = requests
         self._prefill_is_next = False
         # Of each decode step: as the parent's, without a call where slots are free.
         if num_tokens <= self.runs.count:
@@ -390,9 +390,9 @@ class ContiguousTokenAllocator(_OverFreeRuns, TokenToKVPoolAllocator):
         )
 
     def alloc(self, need_size: int) -> Optional[torch.Tensor]:
-        rows, self._decode_rows = self._decode_rows, None
-        if rows is not None and len(rows) == need_size:
-            slots = self.runs.next_stripe(rows)
+        reqs, self._decode_reqs = self._decode_reqs, None
+        if reqs is not None and len(reqs) == need_size:
+            slots = self.runs.next_stripe(reqs)
             if slots is not None:
                 return slots
         self._prepare_prefill(need_size)

@@ -16,7 +16,7 @@ def run_bounds(units: np.ndarray) -> np.ndarray:
 def arrange(units: torch.Tensor) -> torch.Tensor:
     ascending = np.sort(units.numpy())
     bounds = run_bounds(ascending)
-    lengths = np.diff(bounds)
+    lengths = bounds[1:] - bounds[:-1]
     order = np.argsort(-lengths, kind="stable")
     lengths = lengths[order]
     source = np.repeat(bounds[order] - lengths.cumsum() + lengths, lengths)
@@ -29,14 +29,15 @@ def bring_forward(units: torch.Tensor, need: int) -> torch.Tensor:
         return units
     listed = units.numpy()
     bounds = run_bounds(listed)
-    lengths = np.diff(bounds)
-    tightest = np.where(lengths < need, len(listed) + 1, lengths).argmin()
-    start, size = int(bounds[tightest]), int(lengths[tightest])
-    if size < need:
-        start, size = 0, need
-    end = start + size
-    brought = np.concatenate((listed[start:end], listed[:start], listed[end:]))
-    brought[:need].sort()
+    lengths = bounds[1:] - bounds[:-1]
+    fits = np.flatnonzero(lengths >= need)
+    if len(fits):
+        run = fits[lengths[fits].argmin()]
+        start, end = bounds[run], bounds[run + 1]
+        brought = np.concatenate((listed[start:end], listed[:start], listed[end:]))
+    else:
+        brought = listed.copy()
+        brought[:need].sort()
     return torch.from_numpy(brought)
 
 
@@ -44,7 +45,7 @@ def longest_runs(units: torch.Tensor, count: int) -> torch.Tensor:
     table = np.zeros((3, count), dtype=np.int64)
     if units.numel():
         bounds = run_bounds(units.numpy())
-        lengths = np.diff(bounds)
+        lengths = bounds[1:] - bounds[:-1]
         order = np.argsort(-lengths, kind="stable")[:count]
         at = bounds[order]
         table[:, : len(at)] = at, units.numpy()[at], lengths[order]
