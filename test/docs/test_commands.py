@@ -145,7 +145,8 @@ PARSED = {
     "make PYTHON=python3.12 test": Ran(),
     "make lint": Ran(),
     "make format": Ran(),
-    "make release": Ran("docs/release-check.json"),
+    "make release": Ran(),
+    "make release CUDA=1": Ran("docs/release-check.json"),
     "make check-release": Ran("docs/release-check.json"),
     "python3.11 -m venv": Ran(),
     "pip install": Ran(),
@@ -182,6 +183,7 @@ PARSED = {
         "benchmark/test_backend_e2e.py::test_the_comparison_runs_end_to_end_on_a_cpu", "long"
     ),
     "cd benchmark && python -m one_rank": h200("one_rank"),
+    "cd benchmark && python -m one_rank.tune_experts": h200("expert_tiles"),
     "cd benchmark && python -m one_rank --scale small": By(
         "benchmark/test_one_rank.py::test_the_benchmark_runs_end_to_end_on_a_small_model", "long"
     ),
