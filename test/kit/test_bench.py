@@ -464,7 +464,7 @@ class TestThroughput:
     def test_upstreams_status_is_passed_on(self, cli, monkeypatch):
         from sglang.kdtree.bench import throughput
 
-        monkeypatch.setattr(throughput, "check_needs", lambda: None)
+        monkeypatch.setattr(throughput, "check_needs", lambda arguments: None)
         for status, code in ((0, 0), (3, 2)):
             program = [sys.executable, "-c", f"print('a report'); raise SystemExit({status})"]
             monkeypatch.setattr(throughput, "command_line", lambda arguments, program=program: program)
@@ -475,7 +475,13 @@ class TestThroughput:
         import importlib.util
 
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-        assert "pip install datasets" in cli_error("bench", "throughput")["remedy"]
+        assert "pip install datasets" in cli_error("bench", "throughput", "--", "--num-prompts", 3)["remedy"]
+
+    @pytest.mark.parametrize("arguments", [[], ["--"]])
+    def test_without_arguments_it_says_what_to_hand_over(self, cli_error, arguments):
+        """Upstream would look for a server on port 30000 and fetch a data set."""
+        error = cli_error("bench", "throughput", *arguments)
+        assert error["what"] == "-- ARGUMENTS" and "--dataset-name" in error["remedy"]
 
     def test_upstream_still_has_the_module(self):
         import importlib.util

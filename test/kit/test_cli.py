@@ -76,9 +76,9 @@ def test_an_output_that_cannot_be_written(capsys, data, tmp_path):
 @pytest.mark.parametrize(
     ("words", "what", "expected", "got"),
     [
-        ("", "VERB", "a value", "none"),
-        ("bench", "WHAT", "a value", "none"),
-        ("probe nothing", "WHAT", "'commit-length', 'gpu'", "'nothing'"),
+        ("", "doctor|plan|bench|probe|schema", "one of them", "none"),
+        ("bench", "longctx|compare|throughput", "one of them", "none"),
+        ("probe nothing", "commit-length|gpu|moe|verify", "'commit-length', 'gpu'", "'nothing'"),
         ("plan", "--model", "a value", "none"),
         ("plan --model", "--model", "one argument", "none"),
         ("plan --model x --gpus two", "--gpus", "whole number, at least 1", "'two'"),

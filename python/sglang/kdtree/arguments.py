@@ -19,6 +19,7 @@ REFUSALS = [
     ),
     (r"argument (.+?): expected (.*)", "{1}", "none, or too many"),
     (r"argument (.+?): (.*)", "a use as --help describes", "{1}"),
+    (r"the following arguments are required: (.*\|.*)", "one of them", "none"),
     (r"the following arguments are required: (.*)", "a value", "none"),
     (r"unrecognized arguments: (.*)", "an argument that this verb has", "{0}"),
     (r"(.*)", "arguments as --help describes", "{0}"),
@@ -63,5 +64,11 @@ def counts(text: str) -> list[int]:
     return [count(part) for part in text.split(",")]
 
 
+def counts_or_none(text: str) -> list[int]:
+    return counts(text) if text else []
+
+
 count.__name__ = "whole number, at least 1, such as 4096, 200k or 1.5M"
-counts.__name__ = "whole numbers, at least 1, such as 1k,16k,185000"
+counts.__name__ = counts_or_none.__name__ = (
+    "whole numbers, at least 1, such as 1k,16k,185000"
+)

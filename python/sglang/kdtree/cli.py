@@ -42,13 +42,13 @@ def build_parser() -> Parser:
         description="The operator's kit of the kdtree fork of SGLang.",
         epilog="Exit codes: 0 all well, 1 a finding, 2 bad input or unreachable server.",
     )
-    top = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    names = "|".join(dict.fromkeys(path[0] for path in VERBS))
+    top = parser.add_subparsers(dest="verb", metavar=names, required=True)
     groups = {}
     for name, help_text in GROUP_HELP.items():
         group = top.add_parser(name, help=help_text, description=help_text)
-        groups[name] = group.add_subparsers(
-            dest="sub_verb", metavar="WHAT", required=True
-        )
+        names = "|".join(path[1] for path in VERBS if path[0] == name)
+        groups[name] = group.add_subparsers(dest="what", metavar=names, required=True)
     for path, help_text in VERBS.items():
         parent = groups[path[0]] if len(path) == 2 else top
         verb_parser = parent.add_parser(path[-1], help=help_text, description=help_text)
@@ -66,7 +66,7 @@ def build_parser() -> Parser:
             metavar="FILE",
             help="also write the JSON document to FILE",
         )
-        verb_parser.set_defaults(module=module)
+        verb_parser.set_defaults(module=module, verb_parser=verb_parser)
     return parser
 
 
@@ -74,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     as_json = "--json" in argv[: argv.index("--") if "--" in argv else None]
     try:
-        args = build_parser().parse_args(argv)
+        args, unknown = build_parser().parse_known_args(argv)
+        if unknown:
+            args.verb_parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         rich_console = require("rich.console", needed_for="tables")
     except KitError as error:
         return report_error(error, as_json=as_json)

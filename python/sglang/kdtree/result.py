@@ -29,6 +29,25 @@ class Result(msgspec.Struct, kw_only=True):
         }
 
 
+def new_table(columns: str, **options: Any) -> Any:
+    """Of columns "a|b|c"; all but texts and verdicts stand to the right."""
+    from rich.table import Table
+
+    table = Table(**options)
+    for name in columns.split("|"):
+        left = name in (
+            "text",
+            "phase",
+            "placement",
+            "file",
+            "mask",
+            "verdict",
+            "regime",
+        )
+        table.add_column(name, justify="left" if left else "right")
+    return table
+
+
 def dump_json(document: dict[str, Any]) -> str:
     return json.dumps(document, indent=2, sort_keys=False, allow_nan=False)
 

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError
-from sglang.kdtree.result import Result, read_json, require_schema
+from sglang.kdtree.result import Result, new_table, read_json, require_schema
 
 # A difference below this is noise for a few repeats; arbitrary.
 REGRESSION_RATIO = 0.97
+IDENTITY = (
+    "model version attention_backend speculative_algorithm num_draft_tokens".split()
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,39 +58,20 @@ def run(args: argparse.Namespace, console: Any) -> Result:
 
 
 def describe(document: dict, path: Path) -> dict[str, Any]:
-    server = document["server"]
-    keys = (
-        "model",
-        "version",
-        "attention_backend",
-        "speculative_algorithm",
-        "num_draft_tokens",
-    )
-    return {
-        "file": str(path),
-        "label": document["label"],
-        **{key: server[key] for key in keys},
-    }
+    server = {key: document["server"][key] for key in IDENTITY}
+    return {"file": str(path), "label": document["label"], **server}
 
 
 def differing_settings(a: dict, b: dict) -> list[str]:
     """What else changed between the runs, and what each warned of: a ratio of such rows means little."""
     found = []
-    for key in ("output_tokens", "repeats", "temperature", "seed"):
-        if a["settings"][key] != b["settings"][key]:
-            found.append(f"{key}: {a['settings'][key]} against {b['settings'][key]}")
-    for key in (
-        "api",
-        "model",
-        "engine",
-        "version",
-        "attention_backend",
-        "speculative_algorithm",
-        "num_draft_tokens",
-        "page_size",
+    for part, keys in (
+        ("settings", ["output_tokens", "repeats", "temperature", "seed"]),
+        ("server", ["api", "engine", *IDENTITY, "page_size"]),
     ):
-        if a["server"][key] != b["server"][key]:
-            found.append(f"{key}: {a['server'][key]} against {b['server'][key]}")
+        for key in keys:
+            if a[part][key] != b[part][key]:
+                found.append(f"{key}: {a[part][key]} against {b[part][key]}")
     for side, document in (("A", a), ("B", b)):
         found += [f"{side}, {warning}" for warning in document["warnings"]]
     return found
@@ -99,44 +83,31 @@ def compare_rows(a: list[dict], b: list[dict]) -> list[dict[str, Any]]:
     for row in b:
         other = before.get((row["text"], row["context"]))
         if other:
+            both = {
+                key: [side[key]["p50"] for side in (other, row)]
+                for key in ("decode_tok_s", "step_ms", "prefill_tok_s", "accept_length")
+            }
             rows.append(
                 {
                     "text": row["text"],
                     "context": row["context"],
-                    "decode_tok_s": [
-                        other["decode_tok_s"]["p50"],
-                        row["decode_tok_s"]["p50"],
-                    ],
-                    "decode_ratio": row["decode_tok_s"]["p50"]
-                    / other["decode_tok_s"]["p50"],
-                    "step_ratio": other["step_ms"]["p50"] / row["step_ms"]["p50"],
-                    "prefill_ratio": row["prefill_tok_s"]["p50"]
-                    / other["prefill_tok_s"]["p50"],
-                    "accept_length": [
-                        other["accept_length"]["p50"],
-                        row["accept_length"]["p50"],
-                    ],
+                    "decode_tok_s": both["decode_tok_s"],
+                    "decode_ratio": both["decode_tok_s"][1] / both["decode_tok_s"][0],
+                    "step_ratio": both["step_ms"][0] / both["step_ms"][1],
+                    "prefill_ratio": both["prefill_tok_s"][1]
+                    / both["prefill_tok_s"][0],
+                    "accept_length": both["accept_length"],
                 }
             )
     return rows
 
 
 def render(result: Result, console: Any) -> None:
-    from rich.table import Table
-
     data = result.data
-    table = Table(title="B against A, p50 (above 1: B is faster)")
-    for name in (
-        "text",
-        "context",
-        "A tok/s",
-        "B tok/s",
-        "decode",
-        "step",
-        "prefill",
-        "tokens a step",
-    ):
-        table.add_column(name, justify="left" if name == "text" else "right")
+    table = new_table(
+        "text|context|A tok/s|B tok/s|decode|step|prefill|tokens a step",
+        title="B against A, p50 (above 1: B is faster)",
+    )
     for row in data["rows"]:
         table.add_row(
             row["text"],

@@ -20,7 +20,7 @@ from sglang.kdtree.bench.client import (
 from sglang.kdtree.bench.measure import Measurement, measure, summarise
 from sglang.kdtree.bench.text import KINDS, Source, build_prompt, load_source, nonce_for
 from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError, require_at_least
-from sglang.kdtree.result import Result
+from sglang.kdtree.result import Result, new_table
 
 DEFAULT_CONTEXTS = (1_000, 4_000, 16_000, 32_000, 64_000, 128_000, 185_000, 200_000)
 # What the longest default prompt keeps free: the error of its length, and a chat template's own tokens.
@@ -153,22 +153,10 @@ def run(args: argparse.Namespace, console: Any) -> Result:
 
 
 def sweep(client: Client, contexts, kinds, args, console) -> list[dict]:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-    )
+    from rich.progress import Progress
 
     rows = []
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(console=console, transient=True) as progress:
         task = progress.add_task("", total=len(kinds) * len(contexts) * args.repeats)
         for kind in kinds:
             prompts = PromptMaker(
@@ -193,6 +181,13 @@ def _one(
     )
     prompts.learn(len(prompt), reply.prompt_tokens)
     return measure(reply)
+
+
+def one_prompt(client: Client, kind: str, context: int, *, seed: int = 0) -> str:
+    """That no cache knows."""
+    run = secrets.token_hex(8)
+    prompts = PromptMaker(client, load_source(kind), seed=seed, run=run)
+    return prompts.make(context, repeat=0)
 
 
 class PromptMaker:
@@ -306,19 +301,10 @@ def render(result: Result, console: Any) -> None:
 
 
 def rows_table(rows: list[dict]) -> Any:
-    from rich.table import Table
-
-    table = Table(title="p50 (p90)")
-    for name in (
-        "text",
-        "prompt tokens",
-        "prefill tok/s",
-        "decode tok/s",
-        "step ms",
-        "tokens a step",
-        "distinct 4-grams",
-    ):
-        table.add_column(name, justify="left" if name == "text" else "right")
+    table = new_table(
+        "text|prompt tokens|prefill tok/s|decode tok/s|step ms|tokens a step|distinct 4-grams",
+        title="p50 (p90)",
+    )
     for row in rows:
         table.add_row(
             row["text"],

@@ -25,17 +25,9 @@ TASK = {
     "prose": "\n\nExplain in your own words what the text above says, point by point.\n",
     "phrase": "",
 }
-_SKIPPED_FOLDERS = {
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "site-packages",
-    "dist-packages",
-    "encodings",
-    "pydoc_data",
-    "__pycache__",
-}
+_SKIPPED_FOLDERS = set(
+    "test tests idlelib lib2to3 site-packages dist-packages encodings pydoc_data __pycache__".split()
+)
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,13 +36,10 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
     def window(self, *, start: int, length: int) -> str:
         """length characters from start on, going round at the end."""
-        repeats = (start % len(self.text) + length) // len(self.text) + 1
         offset = start % len(self.text)
-        return (
-            (self.text * repeats)[offset : offset + length]
-            if repeats > 1
-            else self.text[offset : offset + length]
-        )
+        repeats = (offset + length) // len(self.text) + 1
+        text = self.text * repeats if repeats > 1 else self.text
+        return text[offset : offset + length]
 
 
 @functools.cache

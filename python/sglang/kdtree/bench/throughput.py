@@ -30,8 +30,17 @@ def command_line(arguments: list[str]) -> list[str]:
     return [sys.executable, "-m", UPSTREAM_MODULE, *rest]
 
 
-def check_needs() -> None:
-    """Upstream's benchmark imports datasets at its top, whichever data set it reads."""
+def check_needs(arguments: list[str]) -> None:
+    """Upstream's benchmark imports datasets at its top, whichever data set it reads, and without
+    arguments it looks for a server on port 30000 and fetches a data set.
+    """
+    if not arguments:
+        raise KitError(
+            what="-- ARGUMENTS",
+            expected=f"arguments of {UPSTREAM_MODULE}",
+            got="none",
+            remedy="For example: -- --backend sglang --dataset-name random-ids --num-prompts 200; -- --help lists them.",
+        )
     if importlib.util.find_spec("datasets") is None:
         raise KitError(
             what="Python module datasets",
@@ -42,8 +51,8 @@ def check_needs() -> None:
 
 
 def run(args: argparse.Namespace, console: Any) -> Result:
-    check_needs()
     command = command_line(args.arguments)
+    check_needs(command[3:])
     console.print(" ".join(command), style="dim", markup=False)
     # Upstream's report goes to stderr with --json, so that stdout stays one document.
     stdout = STDERR if args.json else None

@@ -132,7 +132,7 @@ def check_wish(wish: Wish) -> None:
         raise KitError(
             what="--gpu",
             expected=f"more than the {wish.reserved_bytes / 2**20:,.0f} MiB gone before the weights are loaded",
-            got=f"{wish.gpu.total_bytes / 2**20:,.0f} MiB",
+            got=f"{wish.gpu.total_bytes:,} B",
             remedy="Give the memory of one GPU with its unit, or correct --reserved.",
         )
     if wish.gpus % wish.attention_dp:

@@ -32,72 +32,36 @@ from sglang.kdtree.result import Result
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     path = {"type": Path, "metavar": "PATH"}
-    number = {"type": count, "metavar": "N"}
-    add(
-        "--model",
-        required=True,
-        help="config.json of the target, or its folder",
-        **path,
-    )
+    target = "config.json of the target, or its folder"
+    add("--model", required=True, help=target, **path)
     add("--draft", help="config.json of the DFlash drafter, or its folder", **path)
     gpu = f"{', '.join(machine.KNOWN_GPUS)} or the memory of one GPU"
     add("--gpu", default="rtx-pro-6000", help=gpu)
-    add("--gpus", default=8, help="number of GPUs = tensor-parallel size", **number)
-    add("--dp", default=1, help="attention data-parallel size", **number)
-    add(
-        "--ep",
-        default=1,
-        help="expert-parallel size; whole experts on a rank instead of slices, the same bytes",
-        **number,
-    )
-    add(
-        "--redundant-experts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="with --ep: N more experts a layer",
-    )
-    add(
-        "--context",
-        default=200_000,
-        help="tokens of one request, answer included; 200k is 200000",
-        **number,
-    )
-    add(
-        "--concurrency",
-        default=1,
-        help="requests of that length at the same time",
-        **number,
-    )
-    add(
-        "--max-running-requests",
-        help="default: the larger of 8 and --concurrency",
-        **number,
-    )
-    add("--chunked-prefill-size", default=4096, **number)
-    add(
-        "--tree-size",
-        help="nodes verified in a step, root included (default: the drafter's block and one)",
-        **number,
-    )
-    add("--page-size", default=1, **number)
+    for name, default, text in (
+        ("--gpus", 8, "number of GPUs = tensor-parallel size"),
+        ("--dp", 1, "attention data-parallel size"),
+        ("--ep", 1, "expert-parallel size; whole experts on a rank, the same bytes"),
+        ("--context", 200_000, "tokens of one request, answer included"),
+        ("--concurrency", 1, "requests of that length at the same time"),
+        ("--max-running-requests", None, "default: the larger of 8 and --concurrency"),
+        ("--chunked-prefill-size", 4096, None),
+        (
+            "--tree-size",
+            None,
+            "nodes of a step, root too (default: drafter's block + 1)",
+        ),
+        ("--page-size", 1, None),
+    ):
+        add(name, type=count, metavar="N", default=default, help=text)
+    redundant = "with --ep: N more experts a layer"
+    add("--redundant-experts", type=int, default=0, metavar="N", help=redundant)
     add("--kv-dtype", choices=list(kv_pool.ELEMENT_BYTES), default="bf16")
-    add(
-        "--weights",
-        choices=list(NAMED_QUANTISATION),
-        help="override the quantisation found in config.json",
-    )
-    add(
-        "--attention-backend",
-        choices=["kdtree_sm120", "triton"],
-        default="kdtree_sm120",
-    )
-    add(
-        "--mem-fraction-static",
-        type=float,
-        metavar="F",
-        help="evaluate this fraction instead of choosing one",
-    )
+    override = "override the quantisation found in config.json"
+    add("--weights", choices=list(NAMED_QUANTISATION), help=override)
+    backends = ["kdtree_sm120", "triton"]
+    add("--attention-backend", choices=backends, default=backends[0])
+    evaluated = "evaluate this fraction instead of choosing one"
+    add("--mem-fraction-static", type=float, metavar="F", help=evaluated)
     add(
         "--accounting",
         choices=list(kv_pool.ACCOUNTING),

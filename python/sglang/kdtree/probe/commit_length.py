@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,13 +16,13 @@ import msgspec
 
 from sglang.kdtree.bench.client import Client, Reply, add_server_arguments, client_from
 from sglang.kdtree.bench.longctx import (
-    PromptMaker,
     add_contexts_argument,
     choose_contexts,
+    one_prompt,
 )
-from sglang.kdtree.bench.text import PHRASE, load_source, words
+from sglang.kdtree.bench.text import PHRASE, words
 from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError, require_at_least
-from sglang.kdtree.result import Result
+from sglang.kdtree.result import Result, new_table
 
 DEFAULT_CONTEXTS = (1_000, 16_000, 64_000, 128_000)
 # Thresholds of the verdict, chosen on a drafter in order: Kimi K2.6's on 8 x RTX PRO 6000 committed
@@ -33,11 +32,7 @@ ACCEPTED_PHRASE = 2.0  # tokens a step below which even the phrase was not guess
 KEPT_SHARE = 0.6  # of the accept length at the shortest context
 HARD_TEXT = 1.5
 VERDICTS = (
-    "healthy",
-    "text-too-hard",
-    "drafter-loses-context",
-    "drafter-or-bug",
-    "inconclusive",
+    "healthy text-too-hard drafter-loses-context drafter-or-bug inconclusive".split()
 )
 
 
@@ -111,14 +106,11 @@ def run(args: argparse.Namespace, console: Any) -> Result:
 def probe(
     client: Client, kind: str, contexts: Sequence[int], args, console
 ) -> list[Point]:
-    prompts = PromptMaker(
-        client, load_source(kind), seed=args.seed, run=secrets.token_hex(8)
-    )
     points = []
     for context in contexts:
         with console.status(f"{kind} at {context:,} tokens"):
             reply = client.stream(
-                prompts.make(context, repeat=0),
+                one_prompt(client, kind, context, seed=args.seed),
                 max_tokens=args.output_tokens,
                 temperature=0.0,
             )
@@ -215,11 +207,8 @@ def judge(points: Sequence[Point]) -> Verdict:
             remedy="The drafter's sliding window or its YaRN scaling is not active at this length: see "
             "--speculative-draft-window-size and the rope settings of the drafter's config.",
         )
-    low, high = (
-        min(p.commit_length for p in phrase),
-        max(p.commit_length for p in phrase),
-    )
-    works = f"The phrase commits {low:.2f} to {high:.2f} tokens a step at every context: drafter, window and rope scaling work."
+    lengths = [p.commit_length for p in phrase]
+    works = f"The phrase commits {min(lengths):.2f} to {max(lengths):.2f} tokens a step at every context: drafter, window and rope scaling work."
     if novel and max(p.commit_length for p in novel) < HARD_TEXT:
         worst = max(p.commit_length for p in novel)
         return Verdict(
@@ -234,20 +223,11 @@ def judge(points: Sequence[Point]) -> Verdict:
 
 
 def render(result: Result, console: Any) -> None:
-    from rich.table import Table
-
     data = result.data
-    table = Table(title="Tokens committed per verify step")
-    for name in (
-        "text",
-        "context",
-        "steps",
-        "commit length",
-        "as a chain",
-        "accepted drafts",
-        "of proposed",
-    ):
-        table.add_column(name, justify="left" if name == "text" else "right")
+    table = new_table(
+        "text|context|steps|commit length|as a chain|accepted drafts|of proposed",
+        title="Tokens committed per verify step",
+    )
     for point in data["points"]:
         table.add_row(
             point["text"],

@@ -16,16 +16,16 @@ import msgspec
 
 from sglang.kdtree.arguments import count
 from sglang.kdtree.bench.client import Reply, add_server_arguments, client_from
-from sglang.kdtree.bench.longctx import PromptMaker, choose_context
+from sglang.kdtree.bench.longctx import choose_context, one_prompt
 from sglang.kdtree.bench.measure import measure
-from sglang.kdtree.bench.text import KINDS, load_source
+from sglang.kdtree.bench.text import KINDS
 from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError, require_at_least
 from sglang.kdtree.model_shape import TargetShape, load_target
 from sglang.kdtree.optional import figure_module
 from sglang.kdtree.plan.kv_pool import ELEMENT_BYTES, target_cell_bytes
 from sglang.kdtree.probe.nvml import Nvml, Sample, open_nvml
 from sglang.kdtree.probe.regime import classify, effective_bandwidth_gb_s, means
-from sglang.kdtree.result import Result
+from sglang.kdtree.result import Result, new_table
 
 DEFAULT_CONTEXT = 64_000
 # GB/s from the data sheets.
@@ -202,10 +202,7 @@ def sample_request(
     client.clock = clock
     facts = client.facts()
     context = choose_context(args.context, facts, DEFAULT_CONTEXT, args.output_tokens)
-    prompts = PromptMaker(
-        client, load_source(args.text), seed=0, run=os.urandom(8).hex()
-    )
-    prompt = prompts.make(context, repeat=0)
+    prompt = one_prompt(client, args.text, context)
     outcome: dict[str, Any] = {}
 
     def request() -> None:
@@ -318,11 +315,8 @@ def plot(samples: Sequence[Sample], path: Path) -> None:
 
 
 def live_table(samples: Sequence[Sample]) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    for title in ("GPU", *COLUMNS.values()):
-        table.add_column(title, justify="right")
+    columns = "|".join(("GPU", *COLUMNS.values()))
+    table = new_table(columns, box=None, padding=(0, 1, 0, 0))
     for s in samples:
         values = [getattr(s, key) for key in COLUMNS]
         table.add_row(
@@ -336,21 +330,9 @@ def pair(means: dict[str, Any], *keys: str) -> str:
 
 
 def render(result: Result, console: Any) -> None:
-    from rich.table import Table
-
     data = result.data
-    table = Table(
-        "phase",
-        "samples",
-        "SM %",
-        "memory %",
-        "W",
-        "limit W",
-        "SM/memory MHz",
-        "PCIe rx/tx MB/s",
-        "NVLink rx/tx MB/s",
-        "used GB",
-        "regime",
+    table = new_table(
+        "phase|samples|SM %|memory %|W|limit W|SM/memory MHz|PCIe rx/tx MB/s|NVLink rx/tx MB/s|used GB|regime",
         title="Means over all GPUs",
     )
     for phase, row in data["phases"].items():

@@ -11,16 +11,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sglang.kdtree.arguments import count
+from sglang.kdtree.arguments import count, counts_or_none
 from sglang.kdtree.bench.client import Client, add_server_arguments, client_from
-from sglang.kdtree.bench.longctx import PromptMaker, choose_context
-from sglang.kdtree.bench.text import load_source
+from sglang.kdtree.bench.longctx import choose_context, one_prompt
 from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError, require_at_least
 from sglang.kdtree.model_shape import load_target
 from sglang.kdtree.optional import figure_module
 from sglang.kdtree.probe import moe_model
 from sglang.kdtree.probe.moe_trace import divided, load_counts, trace_files
-from sglang.kdtree.result import Result
+from sglang.kdtree.result import Result, new_table
 
 # A rank that waits this long is worth a change of placement; arbitrary.
 LOST_SHARE_FINDING = 0.25
@@ -60,10 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="experts a layer, if the trace does not show them all",
         **number,
     )
-    redundant = "redundant experts a layer to try"
-    add("--redundant", default="16,32", metavar="LIST", help=redundant)
-    batches = "larger batches to try, as multiples"
-    add("--batches", default="2,4,8", metavar="LIST", help=batches)
+    for name, default, text in (
+        ("--redundant", "16,32", "redundant experts a layer to try, '' for none"),
+        ("--batches", "2,4,8", "larger batches to try, as multiples, '' for none"),
+    ):
+        add(name, type=counts_or_none, default=default, metavar="LIST", help=text)
     add(
         "--algorithm",
         default="deepseek",
@@ -100,8 +100,6 @@ def run(args: argparse.Namespace, console: Any) -> Result:
             remedy="Give recordings, or a running server and the folder it records to.",
         )
     require_at_least("--bandwidth", args.bandwidth, 0.001)
-    redundant = numbers(args.redundant, "--redundant", least=0)
-    batches = numbers(args.batches, "--batches", least=1)
     if args.trace:
         files, copies = trace_files(args.trace), args.copies or 1
     else:
@@ -114,8 +112,8 @@ def run(args: argparse.Namespace, console: Any) -> Result:
     costs = moe_model.scenarios(
         counts.tokens,
         ranks=args.ranks,
-        redundant=redundant,
-        batches=batches,
+        redundant=args.redundant,
+        batches=args.batches,
         algorithm=args.algorithm,
     )
     expert_us = (
@@ -160,21 +158,6 @@ def recording_copies(server_info: dict[str, Any]) -> int:
     return tp // dp if server_info.get("enable_dp_attention") else tp
 
 
-def numbers(text: str, argument: str, *, least: int) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",") if part.strip()]
-    except ValueError as error:
-        raise KitError(
-            what=argument,
-            expected="whole numbers separated by commas",
-            got=repr(text),
-            remedy="For example 16,32.",
-        ) from error
-    for number in found:
-        require_at_least(argument, number, least)
-    return found
-
-
 def expert_read_us(config: Path, bandwidth_gb_s: float) -> float:
     shape = load_target(config, argument="--model-config")
     if not shape.routed_experts:
@@ -185,15 +168,8 @@ def expert_read_us(config: Path, bandwidth_gb_s: float) -> float:
             remedy="Leave --model-config out.",
         )
     bits = shape.quantisation.bits if "experts" in shape.quantisation.quantised else 16
-    return (
-        3
-        * shape.hidden
-        * shape.moe_intermediate
-        * bits
-        / 8
-        / (bandwidth_gb_s * 1e9)
-        * 1e6
-    )
+    size = 3 * shape.hidden * shape.moe_intermediate * bits / 8
+    return size / (bandwidth_gb_s * 1e9) * 1e6
 
 
 def worst_layers(
@@ -227,9 +203,7 @@ def record(client: Client, folder: Path, args, console) -> list[Path]:
             remedy=RECORDER,
         )
     before = set(folder.glob("*.pt"))
-    prompt = PromptMaker(
-        client, load_source("prose"), seed=0, run=os.urandom(8).hex()
-    ).make(context, repeat=0)
+    prompt = one_prompt(client, "prose", context)
     with console.status("recording the expert distribution"):
         client.stream(
             prompt,
@@ -270,21 +244,14 @@ def plot(activated: np.ndarray, layer_ids: list[int], path: Path) -> None:
 
 
 def render(result: Result, console: Any) -> None:
-    from rich.table import Table
-
     data = result.data
     console.print(
         f"{data['steps']} steps, {len(data['layers'])} MoE layers, {data['experts']} experts on {data['ranks']} ranks, "
         f"{data['tokens_per_step']:.1f} routed tokens a layer and step",
         markup=False,
     )
-    table = Table(
-        "placement",
-        "activated a rank",
-        "slowest rank",
-        "idle ranks",
-        "lost waiting",
-        "time",
+    table = new_table(
+        "placement|activated a rank|slowest rank|idle ranks|lost waiting|time",
         title="Per layer and step",
     )
     for row in data["scenarios"]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,11 @@ from sglang.kdtree.bench.client import (
     client_from,
 )
 from sglang.kdtree.bench.longctx import (
-    PromptMaker,
     add_contexts_argument,
     choose_contexts,
+    one_prompt,
 )
-from sglang.kdtree.bench.text import KINDS, load_source
+from sglang.kdtree.bench.text import KINDS
 from sglang.kdtree.errors import EXIT_FINDING, EXIT_OK, KitError, require_at_least
 from sglang.kdtree.optional import require
 from sglang.kdtree.probe.reproducer import (
@@ -32,14 +31,19 @@ from sglang.kdtree.probe.reproducer import (
     load_reproducer,
     recompute,
 )
-from sglang.kdtree.result import Result
+from sglang.kdtree.result import Result, new_table
 
 DEFAULT_CONTEXTS = (1_000, 4_000, 16_000)  # sent to a server in validate mode
-METRIC_ROWS = "sglang:kdtree_validate_rows_total"
-METRIC_OVER_ULP = "sglang:kdtree_validate_rows_over_ulp_total"
-METRIC_MISMATCHES = "sglang:kdtree_validate_mismatches_total"
-METRIC_MAX_ABS = "sglang:kdtree_validate_max_abs_error"
-METRIC_MEAN_REL = "sglang:kdtree_validate_mean_rel_error"
+# What the report calls a metric, and its name at /metrics: totals, of which the growth counts, and gauges.
+TOTALS = {
+    "rows_compared": "sglang:kdtree_validate_rows_total",
+    "rows_over_ulp": "sglang:kdtree_validate_rows_over_ulp_total",
+    "mismatches": "sglang:kdtree_validate_mismatches_total",
+}
+GAUGES = {
+    "max_abs_error": "sglang:kdtree_validate_max_abs_error",
+    "mean_rel_error": "sglang:kdtree_validate_mean_rel_error",
+}
 
 # By which of the two is wrong: neither, ours, upstream's, both.
 VERDICTS = ("both-right", "kdtree-wrong", "upstream-wrong", "both-wrong")
@@ -204,12 +208,9 @@ def generate(client: Client, facts: ServerFacts, args, console: Any) -> int:
     while steps < args.steps:
         for context in contexts:
             for kind in KINDS:
-                prompts = PromptMaker(
-                    client, load_source(kind), seed=0, run=secrets.token_hex(8)
-                )
                 with console.status(f"{steps} steps; {kind} at {context:,} tokens"):
                     reply = client.stream(
-                        prompts.make(context, repeat=0),
+                        one_prompt(client, kind, context),
                         max_tokens=args.output_tokens,
                         temperature=0.0,
                     )
@@ -241,13 +242,7 @@ def validate_counters(client: Client) -> dict[str, dict[str, float]]:
 
 def parse_counters(text: str) -> dict[str, dict[str, float]]:
     parser = require("prometheus_client.parser", needed_for="reading /metrics")
-    wanted = (
-        METRIC_ROWS,
-        METRIC_OVER_ULP,
-        METRIC_MISMATCHES,
-        METRIC_MAX_ABS,
-        METRIC_MEAN_REL,
-    )
+    wanted = (*TOTALS.values(), *GAUGES.values())
     found: dict[str, dict[str, float]] = {name: {} for name in wanted}
     for family in parser.text_string_to_metric_families(text):
         for sample in family.samples:
@@ -261,28 +256,15 @@ def parse_counters(text: str) -> dict[str, dict[str, float]]:
 
 def compare_counters(before: dict, after: dict) -> dict[str, Any]:
     def grown(name: str) -> int:
-        return round(
-            sum(
-                value - before[name].get(labels, 0.0)
-                for labels, value in after[name].items()
-            )
-        )
+        old, new = before[name], after[name]
+        return round(sum(value - old.get(labels, 0.0) for labels, value in new.items()))
 
-    def worst(name: str) -> float | None:
-        return max(after[name].values(), default=None)
-
-    return {
-        "rows_compared": grown(METRIC_ROWS),
-        "rows_over_ulp": grown(METRIC_OVER_ULP),
-        "mismatches": grown(METRIC_MISMATCHES),
-        "max_abs_error": worst(METRIC_MAX_ABS),
-        "mean_rel_error": worst(METRIC_MEAN_REL),
+    return {key: grown(name) for key, name in TOTALS.items()} | {
+        key: max(after[name].values(), default=None) for key, name in GAUGES.items()
     }
 
 
 def render(result: Result, console: Any) -> None:
-    from rich.table import Table
-
     data = result.data
     if data["mode"] == "online":
         console.print(
@@ -296,15 +278,8 @@ def render(result: Result, console: Any) -> None:
                 style="bold red",
             )
         return
-    table = Table(
-        "file",
-        "layer",
-        "context",
-        "s_q x h_q",
-        "mask",
-        "kdtree: rel / max abs",
-        "upstream: rel / max abs",
-        "verdict",
+    table = new_table(
+        "file|layer|context|s_q x h_q|mask|kdtree: rel / max abs|upstream: rel / max abs|verdict"
     )
     for row in data["reproducers"]:
         pairs = [
