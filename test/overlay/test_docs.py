@@ -156,6 +156,9 @@ def test_every_flag_that_the_kit_advises_exists(pinned):
                     yield from flags_of(sub)
 
     known = server_fields(pinned) | set(flags_of(build_parser())) | IN_REMEDIES
+    known |= set(
+        FLAG.findall(pinned.read("sglang/benchmark/serving.py").decode())
+    )  # `bench throughput` hands over to it
     for path in (ROOT / "python/sglang/kdtree").rglob("*.py"):
         assert set(FLAG.findall(path.read_text())) <= known, path
 
