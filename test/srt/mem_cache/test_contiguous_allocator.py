@@ -18,6 +18,9 @@ from sglang.srt.mem_cache.allocator.contiguous import (
     STRIPE_STEPS,
     ContiguousTokenAllocator,
 )
+from sglang.srt.mem_cache.defrag.metrics import DefragMetrics
+from sglang.srt.mem_cache.defrag.slot_runs import arrange
+from sglang.srt.mem_cache.defrag.tier0 import Tier0Defragmenter
 
 
 class NoCache:
@@ -68,6 +71,30 @@ def test_what_is_freed_is_used_again_in_order():
     for index in torch.randperm(1000).split(7):
         allocator.free(held[index])
     assert prefill(allocator, 1000).tolist() == list(range(1, 1001))
+
+
+def test_lists_are_merged_at_prefill_and_at_idle_and_by_no_decode_step():
+    allocator = token_allocator(size=400)
+    runs = allocator.runs
+    defragmenter = Tier0Defragmenter(
+        allocator=allocator, req_to_token_pool=None, metrics=DefragMetrics(None), running_requests=list
+    )
+    held = list(allocator.alloc(400)[torch.randperm(400)].split(4))
+    with mock.patch.object(runs, "rearrange", side_effect=AssertionError("a sort")):
+        for step in range(120):
+            allocator.free(held.pop(0))
+            if step >= 20:
+                held.append(decode(allocator, range(4)))
+            defragmenter.after_batch()
+    defragmenter.on_idle()
+    free = runs.head.tolist()
+    assert len(free) == 80 and runs.num_released == 0
+    assert free == arrange(torch.tensor(sorted(free))).tolist()
+    with mock.patch.object(runs, "rearrange", side_effect=AssertionError("idle goes on")):
+        defragmenter.on_idle()
+    for piece in held:
+        allocator.free(piece)
+    assert prefill(allocator, 390).tolist() == list(range(1, 391))
 
 
 def test_requests_that_decode_together_do_not_interleave():

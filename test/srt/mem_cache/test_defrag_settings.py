@@ -113,7 +113,7 @@ def resolve(**values):
 )
 def test_tier1_is_refused_with_the_arguments_where_slots_are_kept_elsewhere(field, value, who):
     flag = "--" + field.replace("_", "-")
-    with pytest.raises(ValueError, match=rf"tier1 .*{flag} \(.*{who}.*\)\. Use --kv-defrag tier0.*drop"):
+    with pytest.raises(ValueError, match=rf"tier1 .*{flag} \(.*{who}.*\): .*\. Use --kv-defrag tier0.*drop"):
         resolve(kv_defrag="tier1", **{field: value})
     resolve(kv_defrag="tier0", **{field: value})
 
@@ -122,7 +122,7 @@ def test_tier1_is_refused_with_the_arguments_where_slots_are_kept_elsewhere(fiel
 @pytest.mark.parametrize("field", ["enable_unified_memory", "enable_hisparse", "enable_kv_cache_sharding"])
 def test_both_tiers_are_refused_with_the_arguments_where_slots_are_not_of_one_pool(tier, field):
     flag = "--" + field.replace("_", "-")
-    with pytest.raises(ValueError, match=rf"--kv-defrag {tier} .*{flag} \(.*\)\. Use --kv-defrag off"):
+    with pytest.raises(ValueError, match=rf"--kv-defrag {tier} .*{flag} \(.*\): .*\. Use --kv-defrag off"):
         resolve(kv_defrag=tier, **{field: True})
     resolve(**{field: True})
 

@@ -458,7 +458,7 @@ def test_encoder_decoder_models_are_refused():
         module.build_defragmenter(fake_scheduler(SlotModel(), model_config=config))
 
 
-def test_the_real_mla_pool_is_moved_in_all_layers():
+def mla_pool():
     pool = MLATokenToKVPool(
         size=32,
         page_size=1,
@@ -471,6 +471,11 @@ def test_the_real_mla_pool_is_moved_in_all_layers():
     )
     for layer in pool.kv_buffer:
         layer.copy_(torch.randn_like(layer))
+    return pool
+
+
+def test_the_real_mla_pool_is_moved_in_all_layers():
+    pool = mla_pool()
     before = [layer.clone() for layer in pool.kv_buffer]
     mover = module.SlotMover([pool])
     assert mover.bytes_per_slot == 3 * 12 * 4
@@ -482,3 +487,16 @@ def test_the_real_mla_pool_is_moved_in_all_layers():
         rest = torch.ones(33, dtype=torch.bool)
         rest[tgt] = False
         assert torch.equal(layer[rest], old[rest])
+
+
+def test_one_launch_moves_all_layers_of_a_pool(monkeypatch):
+    kernels = pytest.importorskip("sgl_kernel_sm120")
+    launches, launch = [], kernels.kv_move_all_layers
+    monkeypatch.setattr(
+        kernels, "kv_move_all_layers", lambda layers, *slots: launches.append(len(layers)) or launch(layers, *slots)
+    )
+    target, draft = mla_pool(), mla_pool()
+    mover = module.SlotMover([target, draft])
+    with mock.patch.object(MLATokenToKVPool, "move_kv_cache", side_effect=AssertionError("a launch for each layer")):
+        mover(torch.tensor([20, 21]), torch.tensor([3, 9]))
+    assert launches == [3, 3]

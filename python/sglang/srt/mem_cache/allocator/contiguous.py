@@ -345,21 +345,9 @@ class _OverFreeRuns:
 class ContiguousTokenAllocator(_OverFreeRuns, TokenToKVPoolAllocator):
     """``TokenToKVPoolAllocator`` over ``FreeRuns``: page size 1."""
 
-    def __init__(
-        self,
-        size: int,
-        dtype: torch.dtype,
-        device: str,
-        kvcache,
-    ):
+    def __init__(self, size: int, dtype: torch.dtype, device: str, kvcache):
         self._decode_reqs: Optional[Sequence] = None
-        super().__init__(
-            size,
-            dtype,
-            device=device,
-            kvcache=kvcache,
-            need_sort=False,
-        )
+        super().__init__(size, dtype, device=device, kvcache=kvcache, need_sort=False)
 
     def clear(self) -> None:
         self.runs.reset(self.size)
@@ -405,31 +393,17 @@ class ContiguousTokenAllocator(_OverFreeRuns, TokenToKVPoolAllocator):
             self.free_group.append(self._copy_for_free_group(free_index))
             return
         # The caller's tensor may be a view of a row that is about to be rewritten.
-        self.runs.push(
-            free_index.clone()
-            if free_index.dtype == torch.int64
-            else free_index.to(torch.int64)
-        )
+        self.runs.push(free_index.to(torch.int64, copy=True))
 
 
 class ContiguousPagedAllocator(_OverFreeRuns, PagedTokenToKVPoolAllocator):
     """``PagedTokenToKVPoolAllocator`` over ``FreeRuns``: the units are whole pages."""
 
     def __init__(
-        self,
-        size: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: str,
-        kvcache,
+        self, size: int, page_size: int, dtype: torch.dtype, device: str, kvcache
     ):
         super().__init__(
-            size,
-            page_size,
-            dtype,
-            device=device,
-            kvcache=kvcache,
-            need_sort=True,
+            size, page_size, dtype, device=device, kvcache=kvcache, need_sort=True
         )
 
     def clear(self) -> None:

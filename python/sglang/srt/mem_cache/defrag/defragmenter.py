@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Optional, Protocol
+from typing import Optional, Union
 
 import torch
 
@@ -22,7 +22,9 @@ from sglang.srt.runtime_context import get_memory
 logger = logging.getLogger(__name__)
 
 
-class Defragmenter(Protocol):
+class NoDefragmenter:
+    """--kv-defrag off: nothing is done at the safe points."""
+
     def after_batch(self) -> None:
         """The result of a batch has been processed."""
 
@@ -30,14 +32,7 @@ class Defragmenter(Protocol):
         """There is no request left."""
 
 
-class NoDefragmenter:
-    """--kv-defrag off."""
-
-    def after_batch(self) -> None:
-        pass
-
-    def on_idle(self) -> None:
-        pass
+Defragmenter = Union[NoDefragmenter, Tier0Defragmenter]
 
 
 def _draft_pools(draft_worker, target_pool) -> list:
@@ -81,13 +76,6 @@ def _step_checks(scheduler) -> Optional[StepChecks]:
     )
 
 
-def _content_watch(mover: SlotMover) -> Optional[ContentWatch]:
-    if not envs.SGLANG_CHECK_KV_PAGE_INVARIANTS.get():
-        return None
-    logger.info("The KV of running requests is compared after every step.")
-    return ContentWatch(mover.pools)
-
-
 def defragmenter_of(scheduler) -> Defragmenter:
     """The scheduler's defragmenter, built when it first idles, which is before its first request."""
     attributes = vars(scheduler)
@@ -128,6 +116,10 @@ def build_defragmenter(scheduler) -> Defragmenter:
             "Use --kv-defrag tier0."
         )
     mover.check()
+    watch = None
+    if tier0["checks"] is not None:
+        logger.info("The KV of running requests is compared after every step.")
+        watch = ContentWatch(mover.pools)
     move_tree_slots = isinstance(tree_cache, UnifiedRadixCache) and (
         tree_cache.disable or values_alias_the_tree(tree_cache)
     )
@@ -140,7 +132,7 @@ def build_defragmenter(scheduler) -> Defragmenter:
         on_device=lambda: len(scheduler.result_queue) > 0,
         overlap=scheduler.enable_overlap,
         move_tree_slots=move_tree_slots,
-        watch=_content_watch(mover),
+        watch=watch,
         **tier0,
     )
     logger.info(

@@ -23,15 +23,6 @@ def bytes_per_slot(pools: Sequence[KVCache]) -> int:
     return max(total, 1)
 
 
-def _fused_move(pool: MLATokenToKVPool) -> MoveFn:
-    from sgl_kernel_sm120 import kv_move_all_layers
-
-    def move(tgt: torch.Tensor, src: torch.Tensor) -> None:
-        kv_move_all_layers(pool.kv_buffer, tgt, src)
-
-    return move
-
-
 def _has_fused_move(device: torch.device) -> bool:
     if importlib.util.find_spec("sgl_kernel_sm120") is None:
         return False
@@ -45,7 +36,9 @@ def _has_fused_move(device: torch.device) -> bool:
 def build_move(pool: KVCache) -> MoveFn:
     """One launch for all layers where the pool is plain MLA, else the pool's own move."""
     if type(pool) is MLATokenToKVPool and _has_fused_move(torch.device(pool.device)):
-        return _fused_move(pool)
+        from sgl_kernel_sm120 import kv_move_all_layers
+
+        return lambda tgt, src: kv_move_all_layers(pool.kv_buffer, tgt, src)
     return pool.move_kv_cache
 
 

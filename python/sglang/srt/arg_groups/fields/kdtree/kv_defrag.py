@@ -78,16 +78,16 @@ def refuse_what_a_tier_cannot(server_args, previous) -> None:
 
     if pools := found(_OTHER_POOLS):
         raise ValueError(
-            f"--kv-defrag {cfg.kv_defrag} works with one plain pool of slots, not with "
-            f"{pools}. Use --kv-defrag off, or drop the other option."
+            f"--kv-defrag {cfg.kv_defrag} does not work with {pools}: it needs one plain "
+            "pool of slots. Use --kv-defrag off, or drop the other option."
         )
     if cfg.kv_defrag == "tier1":
         parse_size(cfg.kv_defrag_copy_budget)
         if keepers := found(_KEEPERS):
             raise ValueError(
-                f"--kv-defrag tier1 moves slots whose numbers are kept elsewhere with "
-                f"{keepers}. Use --kv-defrag tier0, which only allocates, or drop the "
-                "other option."
+                f"--kv-defrag tier1 does not work with {keepers}: slot numbers are kept "
+                "where a move does not reach. Use --kv-defrag tier0, which only "
+                "allocates, or drop the other option."
             )
 
 
