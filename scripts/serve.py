@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start the server and say when it answers.
 
-    serve.py --device cpu|cuda [--model MODEL [--draft DRAFT]] [--port N] [--args 'SERVER FLAGS']
+    serve.py --device cpu|cuda [--model MODEL [--draft DRAFT]] [--port N] [--args='SERVER FLAGS']
 
 Without a model it serves the small one of test/models, which needs no GPU. Ctrl-C, or the end of this program in any
 other way, ends the server and every process of it.
@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--model", default="", help="path or name; default: the small model")
     parser.add_argument("--draft", default="", help="its DFlash drafter; without one the model is served plainly")
     parser.add_argument("--port", default="30000")
-    parser.add_argument("--args", default="", help="more flags for the server, as one string")
+    parser.add_argument("--args", default="", help="more flags for the server, as one string: --args='--tp 8'")
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     args = parser.parse_args()
     args.port = port_number(args.port)

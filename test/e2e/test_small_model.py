@@ -27,6 +27,8 @@ KDTREE = [*TARGET, "--max-total-tokens", "16384", "--attention-backend", "kdtree
 SEEDS = ["--enable-deterministic-inference"]
 
 PLAIN = [*KDTREE, *SEEDS]
+# A machine without an accelerator needs no --device.
+del PLAIN[PLAIN.index("--device") : PLAIN.index("--device") + 2]
 DFLASH = [*KDTREE, *speculative("DFLASH")]
 # What `make serve` starts. Page size 1, overlap scheduling.
 DDTREE = [*KDTREE, *speculative("DDTREE"), "--speculative-num-draft-tokens", "32"]

@@ -33,6 +33,10 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         supports_triton=os.environ.get("TRITON_INTERPRET") == "1"
     )
 
+    def get_device(self, device_id: int = 0) -> str:
+        # A name: upstream splits the device of a server that got no --device.
+        return "cpu"
+
     def is_pin_memory_available(self, device=None) -> bool:
         return False
 

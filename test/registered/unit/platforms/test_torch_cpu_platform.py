@@ -13,6 +13,7 @@ import torch
 from sglang.srt import platforms
 from sglang.srt.mem_cache.torch_kv_pool import TorchMHATokenToKVPool
 from sglang.srt.platforms.torch_cpu import TorchCpuPlatform, cpu_is_chosen
+from sglang.srt.utils.common import get_device
 from sglang.test.test_utils import CustomTestCase
 
 SERVER = ["python", "-m", "sglang.launch_server"]
@@ -48,6 +49,13 @@ class TestTorchCpuPlatform(CustomTestCase):
             patch.dict("os.environ", SGLANG_PLATFORM=""),
         ):
             self.assertIsInstance(platforms._resolve_platform(), TorchCpuPlatform)
+
+    def test_a_server_without_a_device_gets_its_name(self):
+        with (
+            patch("sglang.srt.utils.common.current_platform", TorchCpuPlatform()),
+            patch("torch.cuda.is_available", return_value=False),
+        ):
+            self.assertEqual(get_device(), "cpu")
 
     def test_kv_rows_move_by_indexing(self):
         pool = TorchMHATokenToKVPool(
