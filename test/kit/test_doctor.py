@@ -3,6 +3,7 @@
 
 import functools
 import re
+import resource
 import socket
 import sys
 from collections import Counter, namedtuple
@@ -239,8 +240,12 @@ class TestMachine:
         assert status(machine.model_cache(environ, lambda path: Usage(0, 0, 3 * GIB))) == [WARN]
 
     def test_open_files(self):
-        assert status(machine.open_files((1024, 4096))) == [WARN]
-        assert status(machine.open_files((65_536, 65_536))) == [OK]
+        (short,) = machine.open_files((1024, 4096))
+        (soft,) = machine.open_files((1024, 1 << 20))
+        assert status([short, soft]) == [WARN, WARN]
+        assert "ulimit" not in short.remedy.split() and soft.remedy.startswith("ulimit -n 65536, or ")
+        for limits in ((65_536, 65_536), (resource.RLIM_INFINITY, resource.RLIM_INFINITY)):
+            assert status(machine.open_files(limits)) == [OK]
 
 
 class TestWhole:

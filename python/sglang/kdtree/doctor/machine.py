@@ -176,8 +176,11 @@ def allocator(environ: Mapping[str, str], gpus: int) -> Iterable[Finding]:
 
 
 def open_files(limits: tuple[int, int] | None = None) -> Iterable[Finding]:
-    soft, hard = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (float("inf") if n == resource.RLIM_INFINITY else n for n in limits)
     if soft < MIN_OPEN_FILES:
-        remedy = f"ulimit -n {MIN_OPEN_FILES}, or LimitNOFILE in the unit."
-        return warn("open files", f"limit {soft} (hard {hard})", remedy)
+        remedy = f"LimitNOFILE in the unit, docker run --ulimit nofile={MIN_OPEN_FILES}"
+        if hard >= MIN_OPEN_FILES:  # beyond it only root may go
+            remedy = f"ulimit -n {MIN_OPEN_FILES}, or {remedy}"
+        return warn("open files", f"limit {soft} (hard {hard})", f"{remedy}.")
     return good("open files", f"limit {soft}")
