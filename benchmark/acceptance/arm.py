@@ -84,18 +84,22 @@ def rows_of(arm: str, meta: dict[str, Any]) -> int:
 
 
 def generate(engine, arm: str, batches: list[list[str]], temperature: float, tokens: int) -> dict[str, Any]:
-    """Batches one after another. batch_seconds: of each, behind the prefill, whose time is that of the same batch with
-    one token."""
-    seconds: dict[int, list[float]] = {1: [], tokens: []}
-    outputs = []
+    """Batches one after another. batch_seconds: of each, from when all its requests had their first token."""
+    # A request is told of its first token and of its end, and of nothing between that would take the host's time.
+    parameters = {
+        "temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True, "stream_interval": tokens + 1
+    }  # fmt: skip
+    outputs, batch_seconds = [], []
     for batch in batches:
-        for count in (1, tokens):
-            parameters = {"temperature": temperature, "max_new_tokens": count, "ignore_eos": True}
-            start = time.perf_counter()
-            answers = engine.generate(batch, parameters)
-            seconds[count].append(time.perf_counter() - start)
-        outputs += answers
-    batch_seconds = [whole - first for whole, first in zip(seconds[tokens], seconds[1], strict=True)]
+        latest: dict[int, dict[str, Any]] = {}
+        begin = end = 0.0
+        for chunk in engine.generate(batch, parameters, stream=True):
+            end = time.perf_counter()
+            if len(latest) < len(batch):
+                begin = end
+            latest[chunk["index"]] = chunk
+        batch_seconds.append(end - begin)
+        outputs += [latest[i] for i in range(len(batch))]
     metas = [output["meta_info"] for output in outputs]
     steps = [meta["spec_verify_ct"] for meta in metas]
     size = len(batches[0])

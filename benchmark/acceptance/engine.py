@@ -43,7 +43,7 @@ ROOT = BENCHMARK.parent
 # Prompts of each kind at most. "long": of about 3,000 tokens.
 PROMPTS = {"code": 4, "prose": 2, "noise": 2, "long": 1}
 PAIRED_PROMPTS = {"repeat": 2, "code": 3, "prose": 3, "noise": 2, "long": 1}
-PAIRED_ARMS = ("dflash", "auto", "tree 16")
+PAIRED_ARMS = ("dflash", "auto")
 BATCHES = (1, MAX_BATCH)
 TOKENS = 128
 START_TIMEOUT_S = {"cuda": 120, "cpu": 900}
@@ -263,6 +263,9 @@ def walk_of(told: list[dict], prompts: dict[str, list[str]]) -> list[dict]:
     rows = []
     for cell in told:
         name, walked = cell["arm"], 0
+        # Nothing foretells the adaptive budget; upstream's chain accepts a sampled draft at random.
+        if name == "auto" or (name == "dflash" and cell["temperature"] != "0"):
+            continue
         for prompt, tokens in zip(prompts[cell["kind"]], cell["answers"], strict=True):
             key = (prompt, tuple(tokens))
             if key not in steps_of:
@@ -280,13 +283,13 @@ def walk_of(told: list[dict], prompts: dict[str, list[str]]) -> list[dict]:
 
 
 def ways_of(told: list[dict], prompts: dict[str, list[str]]) -> dict[str, dict[str, dict]]:
-    """{temperature: {kind: {way: its counts}}}: the answers of one tree's Engine walked in every way that there is, the
+    """{temperature: {kind: {way: its counts}}}: the answers of one Engine walked in every way that there is, the
     chain-seeded trees and the adaptive budget at several costs of a row among them."""
     from .scores import Continuation, load_models, log_probs_of
     from .walk import Study, Tally
 
     target, drafter, tokenizer = load_models()
-    source = next((cell["arm"] for cell in told if cell["arm"].startswith("tree ")), None)
+    source = next((cell["arm"] for cell in told if cell["arm"].startswith("tree ")), "auto")
     found: dict[str, dict[str, dict]] = {}
     for cell in told:
         if cell["arm"] != source:
@@ -398,10 +401,8 @@ def walk_file(path: Path, out: Path) -> int:
 
 
 def first_answers(found: dict) -> list[dict]:
-    """Of the first round, one request at a time, and of arms whose steps a walk can foretell."""
+    """Of the first round, one request at a time."""
     return [
         {"arm": name, "temperature": t, "kind": kind, "steps": rounds[0]["steps"], "answers": rounds[0]["answers"]}
-        for (name, t, kind, size), rounds in found.items()
-        # Upstream's chain accepts a sampled draft at random.
-        if size == 1 and name != "auto" and not (name == "dflash" and t != "0")
+        for (name, t, kind, size), rounds in found.items() if size == 1
     ]  # fmt: skip

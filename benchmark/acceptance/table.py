@@ -62,9 +62,10 @@ def engine_header(data: dict) -> str:
     h = data["header"]
     gpu = h["gpu"] or {}
     rounds = max(row["rounds"] for row in data["rows"])
+    layers = f", a target of {h['layers']} layers" if h.get("layers") else ""
     return (
         f"{gpu.get('name', h['device'])}; {h['date'][:10]}, commit {h['commit'][:12]}; torch {h['versions']['torch']}; "
-        f"{h['tokens']} tokens an answer, up to {rounds} rounds."
+        f"{h['tokens']} tokens an answer, up to {rounds} rounds{layers}."
     )
 
 

@@ -181,27 +181,28 @@ def test_each_arm_is_another_engine():
 
 
 class Generator:
-    """An Engine whose requests take 2, 3, 4, ... steps."""
+    """An Engine whose requests take 2, 3, 4, ... steps. Each is told of its first token, the last request first, and of
+    its end; a clock goes on by a second before every chunk."""
 
-    def generate(self, prompts, parameters):
+    now = 0.0
+
+    def generate(self, prompts, parameters, stream):
         count = parameters["max_new_tokens"]
-        return [
-            {
-                "output_ids": [1] * count,
-                "meta_info": {
-                    "completion_tokens": count,
-                    "spec_verify_ct": 2 + i,
-                    "ddtree": [None, {"nodes_verified": 9}],
-                },
-            }
-            for i in range(len(prompts))
-        ]
+        assert stream and parameters["stream_interval"] > count
+        for length in (1, count):
+            for i in reversed(range(len(prompts))):
+                Generator.now += 1
+                steps, rows = 2 + i, [None, {"nodes_verified": 9}]
+                meta = {"completion_tokens": length, "spec_verify_ct": steps, "ddtree": rows}
+                yield {"index": i, "output_ids": [1] * length, "meta_info": meta}
 
 
-def test_a_batch_takes_the_steps_of_its_longest_request():
+def test_a_batch_takes_the_steps_of_its_longest_request(monkeypatch):
+    monkeypatch.setattr(arm, "time", SimpleNamespace(perf_counter=lambda: Generator.now))
     found = arm.generate(Generator(), "dflash", [["a", "b"], ["c", "d"]], 0.0, 5)
     assert (found["tokens"], found["steps"], found["batch_steps"]) == (16, 10, [3, 3])
-    assert len(found["batch_seconds"]) == 2 and found["seconds"] == sum(found["batch_seconds"])
+    # From the first token of the batch's last request to the last chunk.
+    assert found["batch_seconds"] == [2.0, 2.0] and found["seconds"] == 4.0
     assert found["rows"] == 8 * 10 and len(found["answers"]) == 4
     assert arm.generate(Generator(), "tree 8", [["a", "b"]], 0.0, 5)["rows"] == 18
 
