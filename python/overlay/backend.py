@@ -63,7 +63,9 @@ def build_sdist(sdist_directory: str, config_settings: dict | None = None) -> st
             entry.size = len(data)
             archive.addfile(entry, io.BytesIO(data))
     target = Path(sdist_directory) / f"{name}.tar.gz"
-    target.write_bytes(gzip.compress(packed.getvalue(), mtime=0))
+    # Unlike gzip.compress, the same head from every Python.
+    with target.open("wb") as file, gzip.GzipFile("", "wb", fileobj=file, mtime=0) as archive:
+        archive.write(packed.getvalue())
     return target.name
 
 
