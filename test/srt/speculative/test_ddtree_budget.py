@@ -321,6 +321,25 @@ def test_a_chain_tells_once_in_a_few_steps():
     assert not FixedBudget(8).learns(Option(8))
 
 
+def test_what_was_learnt_of_trees_fades_while_the_chain_is_verified():
+    """Else trees that once promised too much would never be tried again."""
+    budget = AdaptiveBudget(OPTIONS, table(COSTS["rows are free"]))
+    gains = (2.0, 2.0, 2.0, 4.0, 5.0)
+    for _ in range(60):
+        budget.learn(Option(32), [row(gains, drafts=1.0, chain_drafts=2.0)])
+    assert budget.tree.factor < 0.5 and budget.choose(["a"], 0).option.is_chain
+    for _ in range(400):
+        budget.learn(OPTIONS[0], [row(gains, drafts=2.0, chain_drafts=2.0)])
+    assert budget.tree.factor > 0.9 and not budget.choose(["a"], 0).option.is_chain
+
+
+def test_a_chain_that_promises_too_much_is_believed_less():
+    budget = AdaptiveBudget(OPTIONS, table(COSTS["rows are free"]))
+    for _ in range(100):
+        budget.learn(OPTIONS[0], [row((4.0, 3.0, 4.0, 4.0, 4.0), drafts=2.0, chain_drafts=2.0)])
+    assert budget.chain.factor == pytest.approx(0.5, abs=0.03)
+
+
 def test_branching_pays_where_rows_are_free():
     adaptive, chain, _ = simulate(lambda i: "branching", table(COSTS["rows are free"]), steps=1000)
     assert adaptive > 1.2 * chain
