@@ -32,6 +32,11 @@ def test_every_verb_takes_json_and_output():
         assert args.json is True and args.output == Path("f")
 
 
+def test_an_unknown_flag_names_its_verbs_help(capsys):
+    assert main(["bench", "longctx", "--ulr", "x"]) == 2
+    assert "bench longctx --help" in capsys.readouterr().err
+
+
 def test_schemas_are_strict():
     """A key too many or too few is refused, so that the documented form is the real one."""
     good = {"schema": "sglang.kdtree/doctor/1", "exit_code": 0, "counts": {"OK": 0, "WARN": 0, "FAIL": 0}, "checks": []}

@@ -350,6 +350,16 @@ class TestDockerfile:
         assert small_check() == (1, small_check.commands[:2])
         assert "check: 1 of 2 commands failed, 1 not run" in capsys.readouterr().out
 
+    def test_a_python_that_does_not_start_is_none(self, tmp_path):
+        """A stand-in of a version manager's for a version that is not chosen, for one."""
+        tool, stand_in = check(), tmp_path / "python9"
+        stand_in.write_text("#!/bin/sh\nexit 127\n")
+        stand_in.chmod(0o755)
+        assert tool.interpreter(sys.executable) == sys.executable
+        for name in (str(stand_in), "python-of-nowhere"):
+            with pytest.raises(SystemExit, match=f"no {name} here that starts"):
+                tool.interpreter(name)
+
     def test_too_little_room_is_said_at_once(self, small_check, monkeypatch):
         monkeypatch.setattr(small_check.tool.preflight, "free_bytes", lambda place: 1e9)
         with pytest.raises(SystemExit, match="1.0 GB are free for .*about 20.0 GB: make room, or .* --keep FOLDER"):
