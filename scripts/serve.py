@@ -33,8 +33,9 @@ TREE = ["--attention-backend", "kdtree_sm120", "--speculative-algorithm", "DDTRE
 SMALL_FLAGS = ["--max-total-tokens", "16384", "--speculative-num-draft-tokens", "32"]
 # Greedy answers with and without drafts are equal in float32; the CUDA kernel takes bfloat16.
 SMALL_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
-# An idle scheduler polls, and would keep one of the few cores busy.
-CPU_FLAGS = ["--device", "cpu", "--sleep-on-idle"]
+# Named, or a GPU whose driver is broken would be passed over for the CPU. An idle scheduler polls, and would keep one
+# of the few cores busy.
+DEVICE_FLAGS = {"cpu": ["--device", "cpu", "--sleep-on-idle"], "cuda": ["--device", "cuda"]}
 HOST = "127.0.0.1"
 READY_WITHIN_S = 1800  # a large model loads for minutes
 STOP_WITHIN_S = 20
@@ -89,9 +90,9 @@ def server(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     flags = ["--model-path", model, "--host", HOST, "--port", str(args.port)]
     flags += ["--attention-backend", "kdtree_sm120"] if not draft else [*TREE, "--speculative-draft-model-path", draft]
     flags += ["--dtype", SMALL_DTYPE[args.device], *SMALL_FLAGS] if small else []
+    flags += DEVICE_FLAGS[args.device]
     environment = without_proxy(os.environ)
     if args.device == "cpu":
-        flags += CPU_FLAGS
         # Two OpenMP pools that spin on the same cores are ten times slower than one thread each.
         environment.setdefault("OMP_NUM_THREADS", "1")
         environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "0")

@@ -46,7 +46,7 @@ def test_the_small_model_is_served_with_a_tree(serve):
 def test_the_small_model_has_a_dtype_that_the_backend_takes(serve, device, dtype):
     words = command(serve, device=device)
     assert words[words.index("--dtype") + 1] == dtype
-    assert ("--device" in words) == (device == "cpu")
+    assert words[words.index("--device") + 1] == device
 
 
 def test_a_drafter_without_its_model_is_refused(serve):
@@ -119,7 +119,7 @@ def test_a_proxy_is_not_asked_for_this_machine(serve, monkeypatch):
 
 def test_a_model_without_a_drafter_is_served_plainly(serve):
     words = command(serve, model="org/model", device="cuda", args="--tp 8 --log-level 'debug'")
-    assert "--speculative-algorithm" not in words and "--dtype" not in words and "--device" not in words
+    assert "--speculative-algorithm" not in words and "--dtype" not in words
     assert words[-4:] == ["--tp", "8", "--log-level", "debug"]
 
 
