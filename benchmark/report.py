@@ -365,6 +365,7 @@ OPTIONAL_TABLES: dict[str, Callable[[dict], str]] = {
             one_rank_table.eagle,
             one_rank_table.kernels,
             one_rank_table.differences,
+            one_rank_table.beside,
         )
     },
     "expert_tiles": expert_tiles,

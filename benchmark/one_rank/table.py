@@ -16,6 +16,10 @@ MAIN = (
     "tree_kdtree",
 )
 
+# The earlier deployment's decode speeds, tokens a second with CUDA graphs: context -> its tree on upstream's Triton, and
+# on a kernel of its own.
+EARLIER = {4_096: (39.0, 116.5), 16_384: (6.8, 29.1), 65_536: (1.5, 9.2)}
+
 
 def ms(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
@@ -101,3 +105,21 @@ def differences(data: dict) -> tuple[list[str], list[list[str]]]:
         [f"{context:,}", *(f"{found.get(kind, 0) / 1e3:+.2f}" for kind in sorted(kinds))] for context, found in rows
     ]
     return ["context", *sorted(kinds)], lines
+
+
+def beside(data: dict) -> tuple[list[str], list[list[str]]]:
+    """The earlier deployment's speeds of a tree, and this run's steps at the same contexts."""
+    rows = []
+    for context, of in by_context(data).items():
+        stock, ours = (of.get(arm) for arm in ("tree_triton", "tree_kdtree"))
+        if context in EARLIER and stock and ours:
+            triton, own = EARLIER[context]
+            times = [row["ms_per_step_p50"] for row in (stock, ours)]
+            rows.append(
+                [
+                    f"{context:,}", f"{triton:.1f}", f"{own:.1f}", f"{own / triton:.1f}x", ms(times[0]), ms(times[1]),
+                    f"{times[0] / times[1]:.1f}x",
+                ]
+            )  # fmt: skip
+    columns = ["context", "then: Triton, tok/s", "its own kernel, tok/s", "speed"]
+    return [*columns, "here: Triton, ms a step", "kdtree_sm120, ms a step", "speed"], rows

@@ -172,6 +172,10 @@ def test_the_tables_hold_the_measured_times_and_their_ratios(result):
     assert table.kernels(result) == (
         ["context", "attention", "idle", "matrix products"], [["4,096", "3,000", "100", "4,500"]]
     )  # fmt: skip
+    assert table.beside(result)[1] == [
+        ["4,096", "39.0", "116.5", "3.0x", "62.00", "8.00", "7.8x"],
+        ["65,536", "1.5", "9.2", "6.1x", "186", "24.00", "7.8x"],
+    ]  # fmt: skip
     assert table.differences(result)[1] == []  # plain decoding was not profiled
     result["rows"][0]["kernels_us"] = {"Triton attention": 2000.0, "idle": 50.0}
     assert table.differences(result) == (
