@@ -16,7 +16,7 @@ MAIN = (
     "tree_kdtree",
 )
 
-# The earlier deployment's decode speeds, tokens a second with CUDA graphs: context -> its tree on upstream's Triton, and
+# The earlier deployment: tokens a second with CUDA graphs, context -> a tree on upstream's Triton, and
 # on a kernel of its own.
 EARLIER = {4_096: (39.0, 116.5), 16_384: (6.8, 29.1), 65_536: (1.5, 9.2)}
 
