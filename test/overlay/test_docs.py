@@ -141,7 +141,7 @@ def test_every_flag_that_is_named_exists(pinned):
 
 
 # Of pip, docker and nvidia-smi.
-IN_REMEDIES = {"--force-reinstall", "--no-deps", "--shm-size", "--ipc", "--query-gpu", "--format"}
+IN_REMEDIES = {"--force-reinstall", "--no-deps", "--shm-size", "--ulimit", "--ipc", "--query-gpu", "--format"}
 
 
 def test_every_flag_that_the_kit_advises_exists(pinned):
