@@ -10,7 +10,8 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sglang.srt.speculative.ddtree_draft import DraftCandidates, top_candidates
+from sglang.srt.speculative import ddtree_draft
+from sglang.srt.speculative.ddtree_draft import DraftCandidates, best_of, top_candidates
 
 HIDDEN = 16
 
@@ -78,6 +79,47 @@ def test_shards_give_the_whole_vocabulary(widths, rows, wanted):
     torch.testing.assert_close(log_probs, expected.values, rtol=1e-5, atol=2e-5)
     assert torch.equal(ids, expected.indices)
     assert ids.dtype == torch.int64 and (log_probs <= 0).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(width=st.integers(5, 90), rows=st.integers(1, 5), wanted=st.integers(1, 64), data=st.data())
+def test_chunks_hold_the_best_of_a_wide_row(width, rows, wanted, data):
+    """Chunks of 4, the last one often shorter; equal logits, too."""
+    k = min(wanted, width)
+    values = st.lists(st.sampled_from([-3.0, 0.0, 0.5, 2.0, 7.25]), min_size=rows * width, max_size=rows * width)
+    logits = torch.tensor(data.draw(values)).view(rows, width)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ddtree_draft, "CHUNK", 4)
+        patch.setattr(ddtree_draft, "MANY_LOGITS", 1)
+        best, token, norm = best_of(logits, k)
+    assert torch.equal(best, logits.topk(k).values) and torch.equal(logits.gather(1, token), best)
+    assert all(len(set(row)) == k for row in token.tolist())
+    torch.testing.assert_close(norm, logits.logsumexp(-1, keepdim=True))
+
+
+def check_wide_rows(device, dtype, monkeypatch):
+    """Widths that fill their chunks and the programs of chunks, and widths that do not."""
+    monkeypatch.setattr(ddtree_draft, "MANY_LOGITS", 1)
+    generator = torch.Generator().manual_seed(4)
+    for width in (128 * 128, 128 * 128 + 1, 20_487):
+        logits = (torch.randn(3, width, generator=generator) * 4).to(device, dtype)
+        for k in (1, 7, 64):
+            best, token, norm = best_of(logits, k)
+            assert best.dtype == norm.dtype == torch.float32
+            assert torch.equal(best, logits.float().topk(k).values)
+            assert torch.equal(logits.gather(1, token).float(), best)
+            torch.testing.assert_close(norm, logits.float().logsumexp(-1, keepdim=True), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wide_rows(dtype, monkeypatch):
+    check_wide_rows("cpu", dtype, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wide_rows_on_a_gpu(dtype, monkeypatch):
+    check_wide_rows("cuda", dtype, monkeypatch)
 
 
 def run_rank(rank, store, widths, num_ranks, results):

@@ -7,8 +7,16 @@ from __future__ import annotations
 from typing import Optional
 
 import torch
+import triton
+import triton.language as tl
 
 from sglang.srt.speculative.dflash_utils import is_dense_head_weight
+
+# Entries of the vocabulary whose best one and whose sum are known after one pass.
+CHUNK = 128
+CHUNKS_OF_A_PROGRAM = 16
+# With fewer logits torch's own selection is as fast.
+MANY_LOGITS = 4 << 20
 
 
 def top_candidates(
@@ -23,8 +31,7 @@ def top_candidates(
     choose the same.
     """
     logits, first_token = local_logits(hidden, lm_head)
-    norm = logits.logsumexp(dim=-1, keepdim=True)
-    best, token = logits.topk(min(num_ranks, logits.shape[-1]), dim=-1)
+    best, token, norm = best_of(logits, min(num_ranks, logits.shape[-1]))
     token = token + first_token
     if tp_group.world_size == 1:
         return best - norm, token
@@ -42,10 +49,66 @@ def top_candidates(
     return best - norm, token.long()
 
 
+def best_of(
+    logits: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """logits [n, v] -> the k best, fp32 [n, k], where they are, and fp32 [n, 1]: the
+    log-sum-exp of all. Many are read once: a row's k best are in the k chunks that have
+    the best maxima."""
+    width = logits.shape[-1]
+    if logits.numel() < MANY_LOGITS:
+        logits = logits.float()
+        return *logits.topk(k, dim=-1), logits.logsumexp(dim=-1, keepdim=True)
+    best, total = chunks_of(logits)
+    norm = (best + total.log()).logsumexp(dim=-1, keepdim=True)
+    chosen = best.topk(min(k, best.shape[-1]), dim=-1).indices
+    near = chosen[:, :, None] * CHUNK + torch.arange(CHUNK, device=logits.device)
+    near = near.flatten(1)
+    values = logits.gather(1, near.clamp(max=width - 1)).float()
+    values = values.masked_fill(near >= width, float("-inf"))
+    values, at = values.topk(k, dim=-1)
+    return values, near.gather(1, at), norm
+
+
+def chunks_of(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [n, v] -> of each chunk, fp32 [n, chunks]: its maximum; the sum of the
+    exponentials of what its entries are below it."""
+    n, width = logits.shape
+    chunks = -(-width // CHUNK)
+    if not logits.is_cuda:
+        rows = torch.nn.functional.pad(
+            logits.float(), (0, chunks * CHUNK - width), value=float("-inf")
+        ).view(n, chunks, CHUNK)
+        best = rows.amax(dim=-1)
+        return best, (rows - best[:, :, None]).exp().sum(dim=-1)
+    best, total = logits.new_empty(2, n, chunks, dtype=torch.float32)
+    grid = (n, triton.cdiv(chunks, CHUNKS_OF_A_PROGRAM))
+    _chunks_kernel[grid](
+        logits, best, total, logits.stride(0), width, chunks, CHUNK, CHUNKS_OF_A_PROGRAM
+    )
+    return best, total
+
+
+@triton.jit
+def _chunks_kernel(
+    x, best, total, row_stride, width, chunks, CHUNK: tl.constexpr, COUNT: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
+    column = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    at = x + row * row_stride + column
+    value = tl.load(at, mask=column < width, other=float("-inf")).to(tl.float32)
+    most = tl.max(value, axis=1)
+    real = chunk < chunks
+    tl.store(best + row * chunks + chunk, most, mask=real)
+    sums = tl.sum(tl.exp(value - most[:, None]), axis=1)
+    tl.store(total + row * chunks + chunk, sums, mask=real)
+
+
 def local_logits(
     hidden: torch.Tensor, lm_head: torch.nn.Module
 ) -> tuple[torch.Tensor, int]:
-    """fp32 logits of this rank's real vocabulary entries, and the id of the first."""
+    """Logits of this rank's real vocabulary entries, and the id of the first."""
     weight = getattr(lm_head, "weight", None)
     shard = getattr(lm_head, "shard_indices", None)
     size = None if shard is None else int(shard.num_org_elements)
@@ -53,7 +116,7 @@ def local_logits(
         logits = hidden.to(weight.dtype) @ weight[:size].T
     else:
         logits = lm_head.quant_method.apply(lm_head, hidden, None)[:, :size]
-    return logits.float(), 0 if shard is None else int(shard.org_vocab_start_index)
+    return logits, 0 if shard is None else int(shard.org_vocab_start_index)
 
 
 class DraftCandidates:
