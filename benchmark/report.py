@@ -353,6 +353,9 @@ ENGINE_TABLES = (
     acceptance_table.engine_acceptance,
     acceptance_table.engine_speeds,
     acceptance_table.engine_against_chain,
+    acceptance_table.engine_paired,
+    acceptance_table.engine_ways,
+    acceptance_table.engine_adaptive,
 )
 # Of runs that a document may describe before anybody has made them.
 OPTIONAL_TABLES: dict[str, Callable[[dict], str]] = {

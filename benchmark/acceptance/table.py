@@ -123,11 +123,12 @@ def engine_paired(data: dict) -> str:
         if chain is None or chain is row:
             continue
         low, high = row["over_dflash_interval"]
+        interval = f" ({low:.3f} to {high:.3f})" if row["rounds"] > 1 else ""
         lines.append([
             f"{row['kind']}, T = {row['temperature']}, {row['batch']} at once",
             LABELS.get(row["arm"], row["arm"]),
             *(f"{chain[key]:.2f} -> {row[key]:.2f}" for key in ("accept_length", "least_step_ms")),
-            f"{row['over_dflash'][1]:.3f} ({low:.3f} to {high:.3f})",
+            f"{row['over_dflash'][1]:.3f}{interval}",
             f"{row['over_dflash_least']:.3f}",
         ])  # fmt: skip
     columns = ["over chain (DFLASH)", "", "tokens a step", "least ms a step", "median of rounds (95 %)", "of the least"]
@@ -137,3 +138,8 @@ def engine_paired(data: dict) -> str:
 def engine_ways(data: dict) -> str:
     """The answers of Engines, walked in every way."""
     return acceptance_lengths({"walks": data["ways"]})
+
+
+def engine_adaptive(data: dict) -> str:
+    """The same walk's adaptive budget against the chain, by what a row costs."""
+    return acceptance_adaptive({"walks": data["ways"]})

@@ -344,13 +344,17 @@ def test_answers_of_an_engine_are_walked_in_every_way(monkeypatch):
     assert {ways[way]["steps"] for way in ("chain", "tree 64", "seeded 8", "seeded 64")} == {3}
     assert ways["chain"]["tokens"] == 23
     assert len(table.engine_ways({"ways": {"0": {"code": ways}}}).splitlines()) == 2 + 1 + 2 * len(WIDTHS)
+    assert len(table.engine_adaptive({"ways": {"0": {"code": ways}}}).splitlines()) == 2 + len(ROW_COSTS)
 
 
-def test_the_committed_file_of_engines_is_consistent_and_fills_its_tables():
-    path = RESULT.parents[1] / "h200" / "acceptance.json"
-    if not path.exists():
-        pytest.skip("no run on a GPU is committed")
+@pytest.mark.parametrize("name", ["acceptance", "acceptance_auto"])
+def test_the_committed_files_of_engines_are_consistent_and_fill_their_tables(name):
+    path = RESULT.parents[1] / "h200" / f"{name}.json"
     data = results.load_engine(path)
-    assert "first_answers" not in data, "a run that was cut short: finish it with --walk"
-    for make in (table.engine_acceptance, table.engine_speeds, table.engine_against_chain):
+    assert "first_answers" not in data, "finish it with --walk"
+    tables = [table.engine_acceptance, table.engine_speeds, table.engine_against_chain]
+    if data["header"].get("paired"):
+        tables = [table.engine_paired, table.engine_ways, table.engine_adaptive]
+        assert {t for t, _ in table.columns_of({"walks": data["ways"]})} == {"0", "1"}
+    for make in tables:
         assert len({line.count("|") for line in make(data).splitlines()}) == 1
