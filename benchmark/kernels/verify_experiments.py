@@ -241,6 +241,7 @@ SHAPES = [
     *((1, 9, p, "fp8") for p in (1024, 65536, 189440)),
     (1, 33, 189440, "fp8"),
 ]
+SHORT_SHAPES = [(1, 9, p, kv) for kv in ("bf16", "fp8") for p in (200, 1024, 4096, 16384, 189440)]
 
 
 def of(data: dict, kind: str) -> list[dict]:
@@ -266,21 +267,31 @@ def what(data: dict, variant: str) -> str:
     return data["header"]["variants"][variant]["what"]
 
 
-def builds(data: dict) -> Table:
-    """The builds of the kernel itself, in the order of the header: the median of all turns of all runs."""
+def build_table(data: dict, table: str, shapes: list[tuple]) -> Table:
+    """Builds of the kernel itself, in the order of the header: the median of all turns of all runs. A variant of the
+    header may name the table that it belongs to."""
     times: dict[tuple, list[float]] = {}
     for r in of(data, "build"):
         times.setdefault((r["variant"], r["bs"], r["s_q"], r["prefix"], r["kv_dtype"]), []).append(r["us"])
     columns = ["build", "turns"]
-    for bs, s_q, prefix, kv in SHAPES:
+    for bs, s_q, prefix, kv in shapes:
         name = f"{prefix:,}{' + 7 x 1,024' if bs > 1 else ''}{f', q {s_q}' if s_q != 9 else ''}"
         columns.append(f"{'fp8 ' if kv == 'fp8' else ''}{name}")
     rows = []
-    for variant in data["header"]["variants"]:
-        found = [times.get((variant, *shape), []) for shape in SHAPES]
-        if any(found):
+    for variant, described in data["header"]["variants"].items():
+        found = [times.get((variant, *shape), []) for shape in shapes]
+        if any(found) and described.get("table", "builds") == table:
             rows.append([f"`{variant}`: {what(data, variant)}", str(max(map(len, found))), *map(us, found)])
     return columns, rows
+
+
+def builds(data: dict) -> Table:
+    return build_table(data, "builds", SHAPES)
+
+
+def short(data: dict) -> Table:
+    """The builds that were about short contexts."""
+    return build_table(data, "short", SHORT_SHAPES)
 
 
 def profile(data: dict) -> Table:
@@ -391,7 +402,7 @@ def history(data: dict) -> Table:
 
 
 TABLES: dict[str, Callable[[dict], Table]] = {
-    f"experiments_{f.__name__}": f for f in (history, builds, profile, sanitizers, gather, order, loops)
+    f"experiments_{f.__name__}": f for f in (history, builds, short, profile, sanitizers, gather, order, loops)
 }
 
 

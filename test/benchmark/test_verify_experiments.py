@@ -117,6 +117,10 @@ def test_what_programs_print_becomes_tables(raw):
     # Two turns: their median. The batch of eight is one long request beside short ones.
     assert base == "`base`: build base | 2 | - | - | - | - | 111.0 | - | 130.0 | - | - | - | -"
     assert new == "`new`: build new | 1 | - | - | - | - | 99.0 | - | - | 9.2 | - | - | -"
+    assert rows_of(experiments.short(data)) == []
+    data["header"]["variants"]["new"]["table"] = "short"
+    assert rows_of(experiments.short(data)) == ["`new`: build new | 1 | - | - | - | - | 99.0 | - | 9.2 | - | - | -"]
+    assert rows_of(experiments.builds(data)) == [base]
     assert rows_of(experiments.gather(data)) == [
         "`cp.async`, 16 bytes a thread | 59.0 | - | 81.3 to 86.0 | -",
         "a tensor map, a row each, and prefetched into L2 6 to 32 tiles ahead | - | - | - | 129",

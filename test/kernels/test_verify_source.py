@@ -59,15 +59,18 @@ class PlanParams(ctypes.Structure):
     ]
 
 
-@pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    path = tmp_path_factory.mktemp("on_host_verify") / "verify.so"
-    loaded = load_host_build(ON_HOST / "kernel.cpp", path, "-fno-extern-tls-init")
+def build(folder, *flags):
+    loaded = load_host_build(ON_HOST / "kernel.cpp", folder / "verify.so", "-fno-extern-tls-init", *flags)
     loaded.host_workspace_bytes.restype = loaded.host_plan_ints.restype = I64
     sizes = (ctypes.c_int * 2)()
     loaded.host_sizes(sizes)
     assert list(sizes) == [ctypes.sizeof(Params), ctypes.sizeof(PlanParams)]
     return loaded
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("on_host_verify"))
 
 
 def aligned(size: int) -> torch.Tensor:
@@ -147,3 +150,12 @@ def test_the_order_of_warps_does_not_change_a_bit(library):
     case = dataclasses.replace(BY_NAME["ragged"], prefixes=(200, 1, 40))
     first, *others = (run(library, case, 7, seed)[0].view(torch.int16) for seed in range(4))
     assert all(torch.equal(first, other) for other in others)
+
+
+def test_the_build_for_racecheck_gives_the_same_bits(library, tmp_path):
+    """Every lane arrives at the barriers there: each must expect 32 times as many."""
+    every_lane = build(tmp_path, "-DSGL_KERNEL_EVERY_LANE_ARRIVES")
+    for kv in ("bf16", "fp8"):
+        case = Case("short", (5, 40, 0, 20), s_q=3, kv=kv)
+        first, second = (run(lib, case, num_sms=2, seed=1)[0].view(torch.int16) for lib in (library, every_lane))
+        assert torch.equal(first, second)

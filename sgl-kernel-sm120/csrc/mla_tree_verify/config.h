@@ -107,7 +107,7 @@ struct Config {
     // phase for its own.
     uint64_t bar_scores_full;           // both halves are written
     uint64_t bar_scores_empty[kPairs];  // tile % 2: both halves are read
-    uint64_t bar_p_full[kStages];       // P of a tile is written; tile % kStages, since Q has no P
+    uint64_t bar_p_full[kStages];       // P of a tile is written
     Work work[kThreads / kWarp];
     // fp8: Q of a segment is fp16, and the power of two that brought each row into its range. One
     // barrier a live segment: a score warp may come when the next segment's Q is done too.

@@ -80,11 +80,10 @@ MLA_HOST_DEVICE constexpr int64_t partial_slots(int b, int row_tiles, int num_sm
   return int64_t{max_columns(row_tiles, num_sms)} + b - 1;
 }
 
-// One partial result: normalised O of all row tiles in fp16, in the order of the MMA accumulators,
-// then fp32 (row_max, sum) of each row and, for each value warp of a row tile, the power of two by
-// which its O is too small.
+// One partial result: O of all row tiles relative to 2^row_max, in bf16, in the order of the MMA
+// accumulators, then fp32 (row_max, sum) of each row.
 MLA_HOST_DEVICE constexpr int64_t partial_bytes(int row_tiles, int row_blocks) {
-  return int64_t{row_tiles} * (8 * row_blocks * (kDv * 2 + 8) + 4 * kValueWarps);
+  return int64_t{row_tiles} * 8 * row_blocks * (kDv * 2 + 8);
 }
 
 // Enough for every cache format and GPU.

@@ -93,7 +93,7 @@ __device__ __forceinline__ void load_q_block_fp8(QFragments<C>& r_q, const unsig
 
 template <class C, int kHalf>
 __device__ __forceinline__ void take_q(QFragments<C>& r_q, typename C::SharedMemoryPlan& smem,
-                                       const Segment& segment) {
+                                       const Segment& segment, int pair) {
   const int lane = arch::thread_index() % kWarp;
   constexpr int kBlocksPerStage = C::kQRowsPerStage / 8;
   Stage<C> stage(segment.ring - C::kQStages);
@@ -109,8 +109,18 @@ __device__ __forceinline__ void take_q(QFragments<C>& r_q, typename C::SharedMem
       else
         load_q_block_bf16<C, kHalf>(r_q, rows, j, lane);
     }
-    arch::mbarrier_arrive_warp(arch::smem_address(&smem.bar_empty[stage.index]), lane);
+    // Every round of the ring completes a phase of bar_p_full, this one before the stage has its
+    // next tile: a stage is free only when a score warp has seen it.
+    if (pair * kHalves + kHalf < C::kBusySoftmaxWarps)
+      arch::mbarrier_arrive_warp(arch::smem_address(&smem.bar_p_full[stage.index]), lane);
     stage.template advance<1>();
+  }
+  Stage<C> taken(segment.ring - C::kQStages);
+#pragma unroll
+  for (int i = 0; i < C::kQStages; ++i) {
+    arch::mbarrier_wait(arch::smem_address(&smem.bar_p_full[taken.index]), taken.parity);
+    arch::mbarrier_arrive_warp(arch::smem_address(&smem.bar_empty[taken.index]), lane);
+    taken.template advance<1>();
   }
 }
 
@@ -157,7 +167,7 @@ __device__ __forceinline__ void score_segment(const MlaTreeVerifyParams& params,
                                               const Segment& segment,
                                               typename C::SharedMemoryPlan& smem, int pair) {
   QFragments<C> r_q;
-  take_q<C, kHalf>(r_q, smem, segment);
+  take_q<C, kHalf>(r_q, smem, segment, pair);
   const int end = segment.tile + segment.num_tiles,
             first = segment.tile + ((segment.tile ^ pair) & 1);
   Stage<C> stage(segment.ring + first - segment.tile);

@@ -160,7 +160,7 @@ __device__ __forceinline__ void softmax_tiles(const MlaTreeVerifyParams& params,
 #pragma unroll
   for (int i = 0; i < kBlocks; ++i)
     r_rows[i] = new_row_block<C>(params, smem, segment.number, warp + i * kSoftmaxWarps, lane);
-  Stage<C> stage(segment.ring), place(segment.tile);  // the latter of bar_p_full
+  Stage<C> stage(segment.ring);
 #pragma unroll 1
   for (int tile = 0; tile < segment.num_tiles; ++tile) {
     const bool has_draft_keys = first_key_of_tile(segment, tile) + kTileTokens > 0;
@@ -201,9 +201,8 @@ __device__ __forceinline__ void softmax_tiles(const MlaTreeVerifyParams& params,
     }
     if (lane == 0)
       smem.rescaled[stage.index][warp] = raise && tile > 0;  // before the first tile O is zero
-    arch::mbarrier_arrive_warp(arch::smem_address(&smem.bar_p_full[place.index]), lane);
+    arch::mbarrier_arrive_warp(arch::smem_address(&smem.bar_p_full[stage.index]), lane);
     stage.template advance<1>();
-    place.template advance<1>();
   }
 }
 

@@ -111,9 +111,8 @@ __device__ __forceinline__ void pv_gemm(OFragments<C>& r_o, VFragments& r_v,
 // Where a partial result is. See schedule.h.
 template <class C>
 struct Partial {
-  uint4* o;        // of a row tile: [value warp][pair of column blocks][row block][lane], 8 fp16
-  float2* stats;   // [row of the tile]: row_max, sum
-  float* o_scale;  // [value warp]
+  uint4* o;       // of a row tile: [value warp][pair of column blocks][row block][lane], 8 bf16
+  float2* stats;  // [row of the tile]: row_max, sum
 
   __device__ Partial(const MlaTreeVerifyParams& params, int row_tiles, int max_columns, int slot,
                      int row_tile) {
@@ -122,8 +121,6 @@ struct Partial {
     o = static_cast<uint4*>(params.workspace) + tile * kO;
     stats = reinterpret_cast<float2*>(static_cast<uint4*>(params.workspace) + tiles * kO) +
             tile * C::kRows;
-    o_scale = reinterpret_cast<float*>(static_cast<uint4*>(params.workspace) + tiles * kO) +
-              tiles * C::kRows * 2 + tile * kValueWarps;
   }
 
   static constexpr int kO = C::kRows * kDv / 8;  // uint4 of a row tile
@@ -143,46 +140,25 @@ __device__ __forceinline__ float2 inverse_row_sums(const float* row_sum, int row
 template <class C>
 __device__ __forceinline__ void store_partial(const OFragments<C>& r_o,
                                               const MlaTreeVerifyParams& params, int slot,
-                                              const float* row_max, const float* row_sum,
-                                              int warp) {
-  const int lane = arch::thread_index() % kWarp;
+                                              const float* row_max, const float* row_sum) {
+  // Anew: no register is left to hold them since the start of the kernel.
+  const int lane = arch::thread_index() % kWarp, warp = arch::thread_index() % kWarpgroup / kWarp;
   const Partial<C> partial(params, gridDim.x, gridDim.y, slot, blockIdx.x);
-  float largest = 0.f;
 #pragma unroll
   for (int j = 0; j < C::kRowBlocks; ++j) {
-    const float2 factor = inverse_row_sums(row_sum, j, lane);
-    float2 top = make_float2(0.f, 0.f);
-#pragma unroll
-    for (int m = 0; m < kColumnBlocks; ++m) {
-      top.x = fmaxf(top.x, fmaxf(fabsf(r_o[m][j][0]), fabsf(r_o[m][j][2])));
-      top.y = fmaxf(top.y, fmaxf(fabsf(r_o[m][j][1]), fabsf(r_o[m][j][3])));
-    }
-    largest = fmaxf(largest, fmaxf(top.x * factor.x, top.y * factor.y));
-  }
-  // Bits of a positive float order like integers. The largest element lands in [2^14, 2^15), so
-  // that small outputs do not vanish below the range of fp16.
-  const int exponent =
-                static_cast<int>(__reduce_max_sync(~0u, __float_as_uint(largest)) >> 23) - 127,
-            excess = max(exponent - 14, -100);
-  const float down = __int_as_float((127 - excess) << 23);
-#pragma unroll
-  for (int j = 0; j < C::kRowBlocks; ++j) {
-    float2 factor = inverse_row_sums(row_sum, j, lane);
-    factor.x *= down, factor.y *= down;
 #pragma unroll
     for (int m = 0; m < kColumnBlocks; m += 2) {
       uint4 v;
-      v.x = arch::pack_f16(r_o[m][j][0] * factor.x, r_o[m][j][1] * factor.y),
-      v.y = arch::pack_f16(r_o[m][j][2] * factor.x, r_o[m][j][3] * factor.y);
-      v.z = arch::pack_f16(r_o[m + 1][j][0] * factor.x, r_o[m + 1][j][1] * factor.y);
-      v.w = arch::pack_f16(r_o[m + 1][j][2] * factor.x, r_o[m + 1][j][3] * factor.y);
+      v.x = arch::pack_bf16(r_o[m][j][0], r_o[m][j][1]);
+      v.y = arch::pack_bf16(r_o[m][j][2], r_o[m][j][3]);
+      v.z = arch::pack_bf16(r_o[m + 1][j][0], r_o[m + 1][j][1]);
+      v.w = arch::pack_bf16(r_o[m + 1][j][2], r_o[m + 1][j][3]);
       partial.o[Partial<C>::o_index(warp, m / 2, j, lane)] = v;
     }
     __syncwarp();  // one block at a time: no registers to spare
   }
   const int r = warp * kWarp + lane;
   if (r < C::kRows) partial.stats[r] = make_float2(row_max[r], row_sum[r]);
-  if (lane == 0) partial.o_scale[warp] = __int_as_float((127 + excess) << 23);
 }
 
 // The request has this segment alone: its result.
@@ -231,7 +207,7 @@ __device__ __forceinline__ void value_segment(const MlaTreeVerifyParams& params,
       r_o[m][j][0] = r_o[m][j][1] = r_o[m][j][2] = r_o[m][j][3] = 0.f;
   }
 
-  Stage<C> stage(segment.ring), place(segment.tile);  // the latter of bar_p_full
+  Stage<C> stage(segment.ring);
   for (int tile = 0; tile < segment.num_tiles; ++tile) {
     const int lane =
         arch::thread_index() % kWarp;  // here, or its products would be held across the loop
@@ -240,20 +216,19 @@ __device__ __forceinline__ void value_segment(const MlaTreeVerifyParams& params,
     VFragments r_v;
     arch::mbarrier_wait(arch::smem_address(&smem.bar_full[stage.index]), stage.parity);
     load_first_v<C>(r_v, s_kv, warp, lane);
-    arch::mbarrier_wait(arch::smem_address(&smem.bar_p_full[place.index]), place.parity);
+    arch::mbarrier_wait(arch::smem_address(&smem.bar_p_full[stage.index]), stage.parity);
     load_p<C>(r_p, s_kv, lane);
     rescale_o<C>(r_o, smem, stage.index, lane);
     pv_gemm<C>(r_o, r_v, r_p, s_kv, warp, lane, params.b);
     arch::mbarrier_arrive_warp(arch::smem_address(&smem.bar_empty[stage.index]), lane);
     stage.template advance<1>();
-    place.template advance<1>();
   }
   const int live = segment.number % C::kLiveSegments;
   const float *row_max = smem.row_max[live], *row_sum = smem.row_sum[live];
   if (segment.is_whole)
     store_output<C>(r_o, params, segment.request, row_max, row_sum, blockIdx.x * C::kRows, warp);
   else
-    store_partial<C>(r_o, params, blockIdx.y + segment.request, row_max, row_sum, warp);
+    store_partial<C>(r_o, params, blockIdx.y + segment.request, row_max, row_sum);
 }
 
 }  // namespace sgl_kernel_sm120::mla_tree_verify_op
