@@ -142,6 +142,7 @@ LITERAL = {
 PARSED = {
     "make serve": Ran(),
     "make test": Ran(),
+    "make test TESTS=test/overlay": OfTests(),
     "make PYTHON=python3.12 test": Ran(),
     "make lint": Ran(),
     "make format": Ran(),
