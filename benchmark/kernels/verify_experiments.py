@@ -369,11 +369,27 @@ def loops(data: dict) -> Table:
     rows = [
         [what(data, v), *(cell(v, p) for p in lengths)]
         + [cell(v, 189440, merge=False), cell(v, 189440, "window", False), cell(v, 189440, cluster=2)]
-        for v in data["header"]["variants"]
-        if any(r["variant"] == v for r in found)
+        for v, described in data["header"]["variants"].items()
+        if described.get("table") != "clusters" and any(r["variant"] == v for r in found)
     ]
     last = [f"{lengths[-1]:,}, {how}" for how in ("no merge", "no merge, from L2", "in clusters of two")]
     return ["loop", *(f"{p:,}" for p in lengths), *last], rows
+
+
+def clusters(data: dict) -> Table:
+    """Loops of two blocks that share a gather: microseconds with the merge, and at the longest length without it and
+    with slots in a window that L2 holds."""
+    lengths = (1024, 4096, 16384, 65536, 189440)
+    times: dict[tuple, list[float]] = {}
+    for r in of(data, "loop"):
+        times.setdefault((r["variant"], r["prefix"], r["slots"], r["merge"]), []).append(r["us"])
+    cases = [(p, "all", True) for p in lengths] + [(189440, "all", False), (189440, "window", True)]
+    rows = [
+        [f"`{v}`: {what(data, v)}", *(span(times.get((v, *case), [])) for case in cases)]
+        for v, described in data["header"]["variants"].items()
+        if described.get("table") == "clusters"
+    ]
+    return ["loop", *(f"{p:,}" for p in lengths), "189,440, no merge", "189,440, from L2"], rows
 
 
 def history(data: dict) -> Table:
@@ -402,7 +418,8 @@ def history(data: dict) -> Table:
 
 
 TABLES: dict[str, Callable[[dict], Table]] = {
-    f"experiments_{f.__name__}": f for f in (history, builds, short, profile, sanitizers, gather, order, loops)
+    f"experiments_{f.__name__}": f
+    for f in (history, builds, short, profile, sanitizers, gather, order, loops, clusters)
 }
 
 
