@@ -5,8 +5,9 @@
     python benchmark/backend_churn.py --device cpu --clients 4 --seconds 20 --out r.json
     python benchmark/backend_churn.py --ranks 2 --steps 2000 --kv-defrag tier1 --check-slots --out r.json
 
-Clients send ragged prompts with common beginnings, some leave in the middle of a stream, some abort by name; the pool
-is so small that requests are retracted. The server's own checks of its slots stop it where one is lost.
+Clients send ragged prompts with common beginnings, some leave in the middle of a stream, some abort by name; a
+small --pool runs full, and the result counts the requests that were retracted for that. The server's own checks of its
+slots stop it where one is lost.
 """
 
 from __future__ import annotations

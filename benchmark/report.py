@@ -369,6 +369,7 @@ OPTIONAL_TABLES: dict[str, Callable[[dict], str]] = {
             one_rank_table.kernels,
             one_rank_table.differences,
             one_rank_table.beside,
+            one_rank_table.collapse,
         )
     },
     "expert_tiles": expert_tiles,

@@ -19,6 +19,12 @@ MAIN = (
 # The earlier deployment: tokens a second with CUDA graphs, context -> a tree on upstream's Triton, and
 # on a kernel of its own.
 EARLIER = {4_096: (39.0, 116.5), 16_384: (6.8, 29.1), 65_536: (1.5, 9.2)}
+# Its streaming benchmark before that kernel, on novel prose, of which a step accepted 1.00 tokens:
+# a context of ours -> its context, tokens a second.
+COLLAPSE = {
+    1_400: (1_427, 118.6), 11_264: (11_402, 19.9), 32_768: (31_952, 6.3), 65_536: (63_903, 2.8),
+    131_072: (127_802, 1.4), 185_000: (184_728, 0.7),
+}  # fmt: skip
 
 
 def ms(value: float | None) -> str:
@@ -123,3 +129,16 @@ def beside(data: dict) -> tuple[list[str], list[list[str]]]:
             )  # fmt: skip
     columns = ["context", "then: Triton, tok/s", "its own kernel, tok/s", "speed"]
     return [*columns, "here: Triton, ms a step", "kdtree_sm120, ms a step", "speed"], rows
+
+
+def collapse(data: dict) -> tuple[list[str], list[list[str]]]:
+    """The earlier deployment's decode speed over context, and this run's tokens a second where a step accepts one."""
+    rows = []
+    for context, of in by_context(data).items():
+        arms = [of.get(arm) for arm in ("tree_triton", "tree_kdtree", "plain_triton")]
+        if context in COLLAPSE and all(arms):
+            then, speed = COLLAPSE[context]
+            rows.append([f"{then:,}", f"{speed:.1f}", f"{context:,}"])
+            rows[-1] += [f"{1e3 / row['ms_per_step_p50']:.1f}" for row in arms]
+    columns = ["context then", "then: Triton's tree, tok/s", "context here", "here: Triton's tree, tok/s"]
+    return [*columns, "kdtree_sm120's tree, tok/s", "plain decode on Triton, tok/s"], rows

@@ -176,6 +176,7 @@ def test_the_tables_hold_the_measured_times_and_their_ratios(result):
         ["4,096", "39.0", "116.5", "3.0x", "62.00", "8.00", "7.8x"],
         ["65,536", "1.5", "9.2", "6.1x", "186", "24.00", "7.8x"],
     ]  # fmt: skip
+    assert table.collapse(result)[1] == [["63,903", "2.8", "65,536", "5.4", "41.7", "33.3"]]
     assert table.differences(result)[1] == []  # plain decoding was not profiled
     result["rows"][0]["kernels_us"] = {"Triton attention": 2000.0, "idle": 50.0}
     assert table.differences(result) == (
