@@ -365,7 +365,10 @@ def test_a_layer_hands_over_parts_only_where_the_kernel_takes_them(settings, mon
     case = make_case()
     backend = KDTreeVerifyBackend(case.runner)
     monkeypatch.setattr(kdtree_backend, "get_attn_backend", lambda: backend)
-    handle = kdtree_backend.AttentionBackendRegistry.get_handler("kdtree_sm120")
+    registered = {}
+    monkeypatch.setattr(kdtree_backend.AttentionBackendRegistry, "register", registered.__setitem__)
+    kdtree_backend.register_handler(lambda attn, batch: None)
+    handle = registered["kdtree_sm120"]
     served, other = batch_of_tree(case), decode_batch(case)
     other.forward_mode = ForwardMode.EXTEND
 
