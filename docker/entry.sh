@@ -38,6 +38,11 @@ case ${1:-serve} in
   *) refuse "unknown command '$1': serve, health, doctor, plan, bench or probe" ;;
 esac
 
+# The last of two flags counts, and a flag may be cut short: one here would pass the check of the address below.
+for flag in "$@"; do
+  [[ ! $flag =~ ^--(hos?t?|por?t?|api-ke?y?)(=|$) ]] || refuse "$flag: set KDTREE_HOST, KDTREE_PORT or KDTREE_API_KEY_FILE"
+done
+
 [[ -r $recipe ]] || refuse "cannot read the recipe $recipe: set KDTREE_RECIPE"
 config=$(mktemp --suffix=.yaml)
 cat -- "$recipe" >"$config"
@@ -48,7 +53,7 @@ if [[ -n $key_file ]]; then
   key=$(<"$key_file")
   [[ $key =~ ^[A-Za-z0-9._-]{16,}$ ]] || refuse "$key_file: a key of at least 16 letters, digits, dots, dashes is needed"
   printf '\napi-key: "%s"\n' "$key" >>"$config"
-elif [[ ! $host =~ ^(127\.|localhost$|::1$) ]]; then
+elif [[ ! $host =~ ^(127(\.[0-9]{1,3}){3}|localhost|::1)$ ]]; then
   refuse "KDTREE_HOST=$host is open to the network and there is no API key: set KDTREE_API_KEY_FILE"
 fi
 

@@ -166,11 +166,19 @@ class TestEntry:
         done, arguments = run("serve", CREDENTIALS_DIRECTORY=str(tmp_path))  # of a unit without this credential
         assert done.returncode == 0 and "api-key" not in done.stdout
 
-    @pytest.mark.parametrize(("host", "code"), [("0.0.0.0", 2), ("192.168.1.4", 2), ("127.0.0.1", 0), ("::1", 0)])
+    @pytest.mark.parametrize(
+        ("host", "code"),
+        [("0.0.0.0", 2), ("192.168.1.4", 2), ("127.0.0.1.example.com", 2), ("127.0.0.1", 0), ("::1", 0)],
+    )
     def test_an_open_address_needs_a_key(self, run, host, code):
         done, arguments = run("serve", KDTREE_HOST=host)
         assert done.returncode == code and (arguments is None) == bool(code)
         assert ("KDTREE_API_KEY_FILE" in done.stderr) == bool(code)
+
+    @pytest.mark.parametrize("flags", [["--host", "0.0.0.0"], ["--hos=0.0.0.0"], ["--api-key", "x"], ["--port=1"]])
+    def test_a_flag_does_not_pass_by_the_checks(self, run, flags):
+        done, arguments = run("serve", "--tp", "8", *flags)
+        assert done.returncode == 2 and arguments is None and "KDTREE_HOST" in done.stderr
 
     def test_the_operators_verbs(self, run):
         assert run("doctor", "--json")[1] == ["-m", "sglang.kdtree", "doctor", "--json"]

@@ -59,6 +59,11 @@ class TestShapes:
         with pytest.raises(KitError, match="'kv_lora_rank'.*no such key"):
             target_shape(config, source="config.json")
 
+    def test_sparse_attention_is_refused(self, data):
+        config = json.loads((data / "deepseek_v3.json").read_text()) | {"index_head_dim": 128}
+        with pytest.raises(KitError, match="'index_head_dim'.*without sparse attention.*got 128"):
+            target_shape(config, source="config.json")
+
     @pytest.mark.parametrize("value", [0, -3, 1.5, "61", None, True])
     def test_an_odd_value_names_its_key(self, data, value):
         config = json.loads((data / "deepseek_v3.json").read_text()) | {"num_hidden_layers": value}
@@ -402,6 +407,10 @@ class TestVerb:
                 "--context", context + extra, "--concurrency", 2,
             )  # fmt: skip
             assert again == fits
+
+    def test_it_says_when_no_single_change_fits(self, data, capsys):
+        assert main(["plan", "--model", str(data / "kimi_k2_6.json"), "--gpu", "rtx-5090"]) == 1
+        assert "no single change of the wish makes it fit" in capsys.readouterr().out
 
     def test_a_given_fraction_holds_for_the_nearest_concurrency(self, cli, data):
         """Not for the largest that fits at some other fraction, which would be dropped."""

@@ -144,6 +144,13 @@ def target_shape(
     outer = _Keys(config, source=source).config
     has_vision = "vision_config" in outer
     keys = _Keys(outer.get("text_config", outer), source=source)
+    if keys.optional("index_head_dim", None):
+        raise KitError(
+            what=f"{source}: key 'index_head_dim'",
+            expected="a model without sparse attention",
+            got=repr(keys.config["index_head_dim"]),
+            remedy="kdtree_sm120 does not serve it, and the cache of its indexer is not counted here.",
+        )
     num_layers = keys.positive("num_hidden_layers")
     experts = keys.optional("n_routed_experts", 0)
     return TargetShape(

@@ -447,6 +447,8 @@ def render(result: Result, console: Any) -> None:
         )
     for text in data["warnings"]:
         console.print(f"WARN {text}", style="yellow", markup=False)
+    if not data["fits"] and not data["alternatives"]:
+        console.print("no single change of the wish makes it fit", style="cyan")
     for row in data["alternatives"]:
         console.print(
             f"would fit: {row['change']} (pool {row['pool_tokens']:,} tokens at {row['mem_fraction_static']:g})",
