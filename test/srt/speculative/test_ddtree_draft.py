@@ -75,9 +75,11 @@ def test_shards_give_the_whole_vocabulary(widths, rows, wanted):
     hidden, weight = (torch.randn(n, HIDDEN, generator=generator) for n in (rows, vocabulary))
     log_probs, ids = gather(hidden, make_shards(weight, widths), num_ranks)
     logits = hidden @ weight.T
-    expected = logits.log_softmax(-1).topk(num_ranks)
-    torch.testing.assert_close(log_probs, expected.values, rtol=1e-5, atol=2e-5)
-    assert torch.equal(ids, expected.indices)
+    whole = logits.log_softmax(-1)
+    torch.testing.assert_close(log_probs, whole.topk(num_ranks).values, rtol=1e-5, atol=2e-5)
+    # Two logits that differ by rounding may change places: a shard's product rounds in another order.
+    torch.testing.assert_close(whole.gather(1, ids), log_probs, rtol=1e-5, atol=2e-5)
+    assert all(len(set(row)) == num_ranks for row in ids.tolist())
     assert ids.dtype == torch.int64 and (log_probs <= 0).all()
 
 
