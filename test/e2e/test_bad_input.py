@@ -85,20 +85,22 @@ def test_a_page_size_is_refused_by_the_backend_alone(servers):
     assert "ValueError: kdtree_sm120 needs a page size that is a power of two, and --page-size is 48." in log
 
 
-def test_a_model_without_mla_is_refused(servers, tmp_path):
-    """Seen once the model is loaded, in the scheduler's process."""
+def run_dense_model(servers, folder, *flags, **fields):
+    """(exit code, log) of a server of a small dense model that has a config and no weights."""
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 2048, "hidden_size": 64,
-        "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 2048, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
         "max_position_embeddings": 512, "torch_dtype": "float32",
     }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | fields))
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(MODELS / "target" / name, tmp_path)
-    returncode, log = servers.run(
-        ["--model-path", str(tmp_path), "--load-format", "dummy", "--device", "cpu",
-         "--attention-backend", "kdtree_sm120"]
-    )  # fmt: skip
+        shutil.copy(MODELS / "target" / name, folder)
+    return servers.run(["--model-path", str(folder), "--load-format", "dummy", "--device", "cpu", *flags])
+
+
+def test_a_model_without_mla_is_refused(servers, tmp_path):
+    """Seen once the model is loaded, in the scheduler's process."""
+    model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1}
+    returncode, log = run_dense_model(servers, tmp_path, "--attention-backend", "kdtree_sm120", **model)
     assert returncode != 0
     assert (
         "ValueError: kdtree_sm120 serves MLA models (DeepSeek V3, Kimi K2 family), and LlamaForCausalLM is none; use "
@@ -108,17 +110,8 @@ def test_a_model_without_mla_is_refused(servers, tmp_path):
 
 def test_a_target_that_gives_no_hidden_states_is_refused(servers, tmp_path):
     """Upstream's own refusal, before graphs are captured: DDTREE asks for them as DFLASH does."""
-    config = {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 2048, "hidden_size": 256,
-        "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 512, "torch_dtype": "float32",
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(MODELS / "target" / name, tmp_path)
-    returncode, log = servers.run(
-        ["--model-path", str(tmp_path), "--load-format", "dummy", "--device", "cpu",
-         "--attention-backend", "torch_reference", *speculative("DDTREE")]
-    )  # fmt: skip
+    model = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 256, "num_hidden_layers": 3}
+    flags = ["--attention-backend", "torch_reference", *speculative("DDTREE")]
+    returncode, log = run_dense_model(servers, tmp_path, *flags, **model)
     assert returncode != 0
     assert "ValueError: Model Qwen2ForCausalLM implements neither set_dspark_layers_to_capture nor" in log

@@ -9,6 +9,7 @@ however many they are. Under overlap scheduling that leaves out the step in flig
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from typing import TYPE_CHECKING, List
 
@@ -35,8 +36,8 @@ class DDTreeDraftInput(DFlashDraftInputV2):
 
     @classmethod
     def of(cls, carried: DFlashDraftInputV2) -> DDTreeDraftInput:
-        carried.__class__ = cls  # it has no fields of its own; a copy costs each step
-        return carried
+        fields = [field.name for field in dataclasses.fields(carried) if field.init]
+        return cls(**{name: getattr(carried, name) for name in fields})
 
     def prepare_for_decode(self, batch: ScheduleBatch) -> None:
         tell_penalizers(batch)

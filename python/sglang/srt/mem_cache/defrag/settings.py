@@ -44,6 +44,9 @@ def select_allocator(
         )
     logger.info(
         "KV defragmentation: %s active, %d slots, page size %d, %s.",
-        *(tier, chosen.size, chosen.page_size, type(chosen).__name__),
+        tier,
+        chosen.size,
+        chosen.page_size,
+        type(chosen).__name__,
     )
     return chosen
