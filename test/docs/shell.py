@@ -167,6 +167,8 @@ def become(arguments: list[str], cwd: str, environment: dict[str, str]) -> None:
     try:
         os.chdir(cwd)
         parse_only = environment.pop(PARSE_ONLY, None)
+        if not parse_only and has_cuda():  # CUDA does not come along to a child
+            os.execve(sys.executable, [sys.executable, *arguments], environment)
         os.environ.clear()
         os.environ.update(environment)
         if parse_only:
@@ -186,6 +188,11 @@ def become(arguments: list[str], cwd: str, environment: dict[str, str]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def has_cuda() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()
 
 
 def run(arguments: list[str]) -> None:
