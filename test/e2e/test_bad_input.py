@@ -10,7 +10,9 @@ from e2e.servers import MODELS, TARGET, speculative
 
 pytestmark = pytest.mark.server
 
-KDTREE = [*TARGET, "--attention-backend", "kdtree_sm120"]
+# A server with no limit takes most of the machine's memory, and two of them at once are killed for it.
+POOL = ["--max-total-tokens", "4096"]
+KDTREE = [*TARGET, *POOL, "--attention-backend", "kdtree_sm120"]
 TREE = [*KDTREE, *speculative("DDTREE")]
 NODES = "--speculative-num-draft-tokens"
 
@@ -47,6 +49,10 @@ WHILE_ARGUMENTS_ARE_RESOLVED = {
         [*TREE, "--page-size", "48", "--chunked-prefill-size", "4800"],
         "ValueError: DDTREE needs a --page-size that is a power of two, got 48.",
     ),
+    "a page size that the backend cannot have without DDTREE either": (
+        [*KDTREE, "--page-size", "48", "--chunked-prefill-size", "4800"],
+        "ValueError: kdtree_sm120 needs a --page-size that is a power of two, got 48.",
+    ),
     "an attention backend without a tree mask": (
         [*TARGET, "--attention-backend", "torch_native", *speculative("DDTREE")],
         "ValueError: DDTREE needs an attention backend that carries a tree mask; --attention-backend is torch_native.",
@@ -78,13 +84,6 @@ def test_a_drafter_that_does_not_fit_is_refused(servers, tmp_path, fields, messa
     assert f"ValueError: {message}" in log
 
 
-def test_a_page_size_is_refused_by_the_backend_alone(servers):
-    """Without DDTREE it is the attention backend that refuses, in the scheduler's process."""
-    returncode, log = servers.run([*KDTREE, "--page-size", "48", "--chunked-prefill-size", "4800"])
-    assert returncode != 0
-    assert "ValueError: kdtree_sm120 needs a page size that is a power of two, and --page-size is 48." in log
-
-
 def run_dense_model(servers, folder, *flags, **fields):
     """(exit code, log) of a server of a small dense model that has a config and no weights."""
     config = {
@@ -94,11 +93,10 @@ def run_dense_model(servers, folder, *flags, **fields):
     (folder / "config.json").write_text(json.dumps(config | fields))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODELS / "target" / name, folder)
-    return servers.run(["--model-path", str(folder), "--load-format", "dummy", "--device", "cpu", *flags])
+    return servers.run(["--model-path", str(folder), "--load-format", "dummy", "--device", "cpu", *POOL, *flags])
 
 
 def test_a_model_without_mla_is_refused(servers, tmp_path):
-    """Seen once the model is loaded, in the scheduler's process."""
     model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1}
     returncode, log = run_dense_model(servers, tmp_path, "--attention-backend", "kdtree_sm120", **model)
     assert returncode != 0
@@ -106,10 +104,12 @@ def test_a_model_without_mla_is_refused(servers, tmp_path):
         "ValueError: kdtree_sm120 serves MLA models (DeepSeek V3, Kimi K2 family), and LlamaForCausalLM is none; use "
         "--attention-backend torch_reference on a CPU, triton on a GPU." in log
     )
+    assert "Load weight begin" not in log
 
 
 def test_a_target_that_gives_no_hidden_states_is_refused(servers, tmp_path):
-    """Upstream's own refusal, before graphs are captured: DDTREE asks for them as DFLASH does."""
+    """Upstream's own refusal, in the scheduler's process, which logs it before it has its server stopped: DDTREE asks
+    for hidden states as DFLASH does."""
     model = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 256, "num_hidden_layers": 3}
     flags = ["--attention-backend", "torch_reference", *speculative("DDTREE")]
     returncode, log = run_dense_model(servers, tmp_path, *flags, **model)

@@ -256,6 +256,32 @@ def test_sparse_attention_is_refused_on_a_cpu(make_args):
         args.resolve_once()
 
 
+DENSE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 2048, "hidden_size": 64,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(page_size=48), "kdtree_sm120 needs a --page-size that is a power of two, got 48"),
+        (dict(target=DENSE), r"kdtree_sm120 serves MLA models .* LlamaForCausalLM is none"),
+        (dict(target=TARGET | {"kv_lora_rank": 256}), r"serves MLA heads of 576 \(latent 512\), and .* heads of 320"),
+    ],
+)
+@pytest.mark.parametrize("flag", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"])
+def test_kdtree_refuses_before_a_model_is_loaded(make_args, flag, fields, message):
+    def resolve_all(backend):
+        backends = {"attention_backend": "torch_reference", flag: backend}
+        plain = dict(speculative_algorithm=None, speculative_draft_model_path=None, skip_tokenizer_init=True)
+        make_args(**plain, **backends, **fields).resolve_once()
+
+    resolve_all("torch_reference")
+    with pytest.raises(ValueError, match=message):
+        resolve_all("kdtree_sm120")
+
+
 def test_ddtree_on_a_cpu_refuses_the_platform_of_a_gpu(make_args, monkeypatch):
     """Engine(device="cpu") in a process that found a GPU."""
     from sglang.srt import platforms

@@ -86,10 +86,7 @@ def config_path(path: Path) -> Path:
 
 
 def load_target(
-    path: Path,
-    *,
-    argument: str = "--model",
-    quantisation: Quantisation | None = None,
+    path: Path, *, argument: str = "--model", quantisation: Quantisation | None = None
 ) -> TargetShape:
     """quantisation: instead of the one that config.json names, which may be unknown here."""
     source = config_path(path)

@@ -82,10 +82,7 @@ PERCENTILES = record(p50=NUMBER, p90=NUMBER)
 API = {"enum": list(client.APIS)}
 TEXT = {"enum": list(text.KINDS)}
 SERVER = of(
-    client.ServerFacts,
-    "raw",
-    api=API,
-    engine={"enum": ["sglang", "openai-compatible"]},
+    client.ServerFacts, "raw", api=API, engine={"enum": ["sglang", "openai-compatible"]}
 )
 VERIFY_OFFLINE = document(
     "probe-verify",

@@ -390,10 +390,7 @@ def _single_changes(wish: Wish, *, fraction: float | None):
         wish.concurrency - 1,
     )
     if concurrency:
-        yield (
-            f"--concurrency {concurrency}",
-            replace(wish, concurrency=concurrency),
-        )
+        yield (f"--concurrency {concurrency}", replace(wish, concurrency=concurrency))
 
 
 def _longest_context(wish: Wish, *, fraction: float | None) -> int:

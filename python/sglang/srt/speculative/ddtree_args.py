@@ -14,6 +14,7 @@ from sgl_kernel_sm120.tree import MAX_DEPTH as MAX_DRAFT_DEPTH
 from sgl_kernel_sm120.tree import MAX_NODES, MAX_TOPK
 
 from sglang.srt.environ import envs
+from sglang.srt.layers.attention.kdtree_registry import check_page_size
 from sglang.srt.speculative.ddtree_budget import load_costs, options_up_to, parse_budget
 from sglang.srt.speculative.dflash_utils import (
     DFlashDraftConfig,
@@ -204,11 +205,8 @@ def refuse_sizes(args: Any) -> None:
             f"DDTREE runs at most {MAX_RUNNING_REQUESTS} requests at once; "
             f"--max-running-requests is {requests}."
         )
-    page_size = args.page_size
-    if page_size is not None and (page_size < 1 or page_size & (page_size - 1)):
-        raise ValueError(
-            f"DDTREE needs a --page-size that is a power of two, got {page_size}."
-        )
+    if args.page_size is not None:
+        check_page_size("DDTREE", args.page_size)
 
 
 def check_draft_model(args: Any) -> DraftShape:

@@ -14,7 +14,7 @@ from srt.attention_naive import Pool, make_layer, naive_attention
 
 import sgl_kernel_sm120
 from sglang.kdtree.probe.reproducer import load_reproducer, recompute
-from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.layers.attention import (
     kdtree_backend,
     kdtree_report,
@@ -475,15 +475,16 @@ def test_a_nan_is_over_the_limit():
 
 
 def make_runner(**config):
-    fields = dict(kv_lora_rank=512, qk_rope_head_dim=64, hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]))
-    return SimpleNamespace(device="cpu", use_mla_backend=True, model_config=SimpleNamespace(**(fields | config)))
+    fields = dict(
+        attention_arch=AttentionArch.MLA, kv_lora_rank=512, qk_rope_head_dim=64,
+        hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
+    )  # fmt: skip
+    return SimpleNamespace(device="cpu", model_config=SimpleNamespace(**(fields | config)))
 
 
 def test_an_mla_less_model_is_refused(settings):
-    runner = make_runner()
-    runner.use_mla_backend = False
     with pytest.raises(ValueError, match="serves MLA models .* and LlamaForCausalLM is none; use --attention-backend"):
-        kdtree_backend.create_kdtree_backend(runner)
+        kdtree_backend.create_kdtree_backend(make_runner(attention_arch=AttentionArch.MHA))
 
 
 def test_other_head_sizes_are_refused(settings):
@@ -516,7 +517,7 @@ def test_too_many_draft_tokens_are_refused(settings):
 @pytest.mark.parametrize("page_size", [0, 3, 48])
 def test_a_page_size_that_is_no_power_of_two_is_refused(settings, page_size):
     settings.schedule.page_size = page_size
-    with pytest.raises(ValueError, match=f"power of two, and --page-size is {page_size}"):
+    with pytest.raises(ValueError, match=f"--page-size that is a power of two, got {page_size}"):
         kdtree_backend.create_kdtree_backend(make_runner())
 
 

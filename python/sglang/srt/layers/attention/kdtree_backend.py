@@ -13,12 +13,13 @@ import os
 
 import torch
 from sgl_kernel_sm120 import cuda_available_ops
-from sgl_kernel_sm120.attention import MAX_B, MAX_S_Q
+from sgl_kernel_sm120.attention import MAX_B
 
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.kdtree_registry import check_model, check_page_size
 from sglang.srt.layers.attention.kdtree_serving import KDTreeServing
-from sglang.srt.layers.attention.kdtree_verify import KV_DTYPES, QK_HEAD_DIM, V_HEAD_DIM
+from sglang.srt.layers.attention.kdtree_verify import KV_DTYPES
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.models.deepseek_common import utils as mla_models
 from sglang.srt.models.deepseek_common.attention_backend_handler import (
@@ -44,8 +45,6 @@ def create_kdtree_backend(runner) -> AttentionBackend:
         require_torch_cpu("--attention-backend kdtree_sm120")
     if runner.device == "cpu" and not interpreted:
         check_runner(runner)
-        check_page_size(get_schedule().page_size)
-        check_verify_goes_to("kdtree_sm120")
         from sglang.srt.layers.attention.kdtree_torch_backend import KDTreeVerifyBackend
 
         return KDTreeVerifyBackend(runner)
@@ -55,8 +54,6 @@ def create_kdtree_backend(runner) -> AttentionBackend:
 
         return create_block_backend(runner)  # kdtree_triton_draft has the rest
     check_runner(runner)
-    check_page_size(get_schedule().page_size)
-    check_verify_goes_to("kdtree_sm120")
     check_over_triton(runner)
     from sglang.srt.layers.attention.kdtree_triton_backend import KDTreeTritonBackend
 
@@ -125,41 +122,10 @@ def check_device(runner) -> None:
 
 
 def check_runner(runner) -> None:
-    config = runner.model_config
-    if not runner.use_mla_backend:
-        raise ValueError(
-            "kdtree_sm120 serves MLA models (DeepSeek V3, Kimi K2 family), and "
-            f"{config.hf_config.architectures[0]} is none; use --attention-backend "
-            "torch_reference on a CPU, triton on a GPU."
-        )
-    # Set by upstream for the models whose indexer selects keys.
-    if getattr(config, "index_head_dim", None) is not None:
-        raise ValueError(
-            "kdtree_sm120 attends to every key, and the sparse attention (DSA) of "
-            f"{config.hf_config.architectures[0]} selects some; leave "
-            "--attention-backend out, which takes upstream's dsa on a GPU."
-        )
-    dims = (config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank)
-    if dims != (QK_HEAD_DIM, V_HEAD_DIM):
-        raise ValueError(
-            f"kdtree_sm120 serves MLA heads of {QK_HEAD_DIM} (latent {V_HEAD_DIM}), and "
-            f"this model has heads of {dims[0]} (latent {dims[1]}); use "
-            "--attention-backend torch_reference on a CPU, triton on a GPU."
-        )
-    num_tokens = get_spec().speculative_num_draft_tokens
-    if num_tokens is not None and num_tokens > MAX_S_Q:
-        raise ValueError(
-            f"kdtree_sm120 verifies at most {MAX_S_Q} tokens a request; "
-            f"--speculative-num-draft-tokens is {num_tokens}."
-        )
-
-
-def check_page_size(page_size: int) -> None:
-    if page_size < 1 or page_size & (page_size - 1):
-        raise ValueError(
-            f"kdtree_sm120 needs a page size that is a power of two, and --page-size "
-            f"is {page_size}."
-        )
+    """Most of it was refused with the arguments, if this runner had any resolved."""
+    check_model(runner.model_config, get_spec().speculative_num_draft_tokens)
+    check_page_size("kdtree_sm120", get_schedule().page_size)
+    check_verify_goes_to("kdtree_sm120")
 
 
 def check_verify_goes_to(name: str) -> None:

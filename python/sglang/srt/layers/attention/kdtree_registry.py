@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names the fork's attention backends. The classes load when a runner asks."""
+"""Names the fork's attention backends, and says what kdtree_sm120 refuses before a model
+is loaded. The classes load when a runner asks."""
 
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
@@ -24,3 +25,44 @@ def offer_draft_backends(runner, backends, *, multi_step):
     from sglang.srt.layers.attention.kdtree_triton_draft import offer_draft_backends
 
     offer_draft_backends(runner, backends, multi_step=multi_step)
+
+
+def check_page_size(user: str, page_size: int) -> None:
+    if page_size < 1 or page_size & (page_size - 1):
+        raise ValueError(
+            f"{user} needs a --page-size that is a power of two, got {page_size}."
+        )
+
+
+def check_model(config, num_draft_tokens) -> None:
+    """config: upstream's ModelConfig of the target."""
+    from sgl_kernel_sm120.attention import MAX_S_Q
+    from sgl_kernel_sm120.reference import D_QK, D_V
+
+    from sglang.srt.configs.model_config import AttentionArch
+
+    model = config.hf_config.architectures[0]
+    instead = "use --attention-backend torch_reference on a CPU, triton on a GPU."
+    if config.attention_arch != AttentionArch.MLA:
+        raise ValueError(
+            "kdtree_sm120 serves MLA models (DeepSeek V3, Kimi K2 family), and "
+            f"{model} is none; {instead}"
+        )
+    # Set by upstream for the models whose indexer selects keys.
+    if getattr(config, "index_head_dim", None) is not None:
+        raise ValueError(
+            "kdtree_sm120 attends to every key, and the sparse attention (DSA) of "
+            f"{model} selects some; leave --attention-backend out, which takes "
+            "upstream's dsa on a GPU."
+        )
+    dims = (config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank)
+    if dims != (D_QK, D_V):
+        raise ValueError(
+            f"kdtree_sm120 serves MLA heads of {D_QK} (latent {D_V}), and this model "
+            f"has heads of {dims[0]} (latent {dims[1]}); {instead}"
+        )
+    if num_draft_tokens is not None and num_draft_tokens > MAX_S_Q:
+        raise ValueError(
+            f"kdtree_sm120 verifies at most {MAX_S_Q} tokens a request; "
+            f"--speculative-num-draft-tokens is {num_draft_tokens}."
+        )

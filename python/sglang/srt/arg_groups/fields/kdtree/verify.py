@@ -10,6 +10,7 @@ import msgspec
 
 from sglang.srt.arg_groups import choices
 from sglang.srt.arg_groups.arg_utils import A
+from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
 VERIFY_MODES = ("off", "validate", "on")
 
@@ -23,6 +24,20 @@ def default_verify_mode() -> str:
             f"{', '.join(VERIFY_MODES)}."
         )
     return mode
+
+
+@register_resolution_hook("handle_other_validations")
+def refuse_before_loading(server_args, previous) -> None:
+    """A backend is built after the weights and the pools, which may take minutes."""
+    from sglang.srt.arg_groups import overrides
+    from sglang.srt.layers.attention.kdtree_registry import check_model, check_page_size
+
+    previous(server_args)
+    cfg = overrides.resolving_view(server_args)
+    if "kdtree_sm120" in overrides.attention_backends_of(cfg):
+        check_page_size("kdtree_sm120", cfg.page_size)
+        model = overrides.model_config_of(server_args)
+        check_model(model, cfg.speculative_num_draft_tokens)
 
 
 class KDTreeKernel(msgspec.Struct):
