@@ -3,6 +3,7 @@
 # make test                                                          every test that needs no GPU
 # make lint | format | delta | pr
 # make release [CUDA=1]; make check-release                          the wheels of a release in dist/, and their check
+# make help                                                          these lines
 # The interpreter of .venv; empty: the one that .venv has, else the first that upstream has a wheel for.
 PYTHON ?=
 PORT ?= 30000
@@ -27,8 +28,11 @@ export MODEL DRAFT ARGS PORT
 # Images set this. Every process of a server, and of the tests, would then compile torch and sglang anew: 15 s of a core.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test environment test-environment gates check-kernels check-edits check-tables lint format delta pr release check-release
+.PHONY: help serve test environment test-environment gates check-kernels check-edits check-tables lint format delta pr release check-release
 .DEFAULT_GOAL := test
+
+help:
+	@sed -n 's/^# \(make \)/\1/p' Makefile
 
 serve: environment
 	@exec $(VENV) scripts/serve.py --device $(SET) --port="$$PORT" --model="$$MODEL" --draft="$$DRAFT" --args="$$ARGS"

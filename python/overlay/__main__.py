@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -131,10 +132,15 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     args = parser().parse_args()
     try:
-        return args.run(args)
+        code = args.run(args)
+        sys.stdout.flush()
     except Refused as refusal:
         print("overlay: refused, nothing was written:", *refusal.reasons, sep="\n  ", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
+        sys.stdout = open(os.devnull, "w")
+        return 0
+    return code
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -83,6 +84,21 @@ def parts(line: str) -> list[list[str]]:
         if words:
             found.append(words)
     return found
+
+
+def typed(line: str, folder: Path, environment: dict[str, str]) -> dict[str, Any]:
+    """What subprocess needs to run a line as a reader's shell does, its messages among its output. A pipe fails with
+    any of its parts."""
+    return {
+        "args": ["bash", "-e", "-o", "pipefail", "-c", line],
+        "cwd": folder,
+        "env": environment,
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+        "errors": "replace",
+    }
 
 
 def documented(document: str, beginning: str) -> list[str]:

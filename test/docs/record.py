@@ -21,7 +21,9 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from docs.documents import ROOT, typed
+
 RECORD = ROOT / "docs" / "commands.json"
 WHAT = "lines of the documents that no test runs, each run once as it stands by test/docs/record.py"
 
@@ -65,17 +67,7 @@ def run(options: argparse.Namespace) -> dict:
         text=True,
     ).stdout.strip()
     begin = time.monotonic()
-    process = subprocess.Popen(
-        ["bash", "-e", "-o", "pipefail", "-c", line],
-        cwd=options.at / options.cwd,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    process = subprocess.Popen(**typed(line, options.at / options.cwd, environment), start_new_session=True)
     seconds = seen = None
     for said in process.stdout:
         print(said, end="", flush=True)

@@ -86,18 +86,11 @@ class Shell:
         (self.folder / ".venv" / "bin" / "python").symlink_to(self.bin / "python")
 
     def run(self, line: str, *, cwd: str = ".", parse_only: bool = False, **environment: str) -> Result:
+        from docs.documents import typed  # not there for this file as a script
+
         variables = os.environ | {"PATH": f"{self.bin}:{os.environ['PATH']}", "COLUMNS": "200"} | environment
         variables |= {PARSE_ONLY: "1"} if parse_only else {}
-        done = subprocess.run(
-            ["bash", "-e", "-o", "pipefail", "-c", line],
-            cwd=self.folder / cwd,
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
+        done = subprocess.run(**typed(line, self.folder / cwd, variables))
         return Result(line, done.returncode, done.stdout)
 
     def close(self) -> None:
@@ -107,7 +100,7 @@ class Shell:
 
 
 def copy_tracked_files(folder: Path) -> None:
-    from docs.documents import tracked_files  # not there for this file as a script
+    from docs.documents import tracked_files
 
     for path in tracked_files():
         target = folder / path.relative_to(ROOT)

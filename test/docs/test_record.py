@@ -5,6 +5,7 @@ import json
 import subprocess
 
 import pytest
+from repository import commit_all
 
 from docs import record, run_workflow
 
@@ -14,9 +15,7 @@ def clone(tmp_path):
     folder = tmp_path / "clone"
     (folder / "inner").mkdir(parents=True)
     (folder / "inner" / "page").write_text("text\n")
-    for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "all"]):
-        identity = ["-c", "user.name=reader", "-c", "user.email=reader@example.org"]
-        subprocess.run(["git", "-C", folder, *identity, *words], check=True)
+    commit_all(folder)
     return folder
 
 

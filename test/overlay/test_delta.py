@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The delta stays small: capped, counted, and shown in the README as it is."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,12 @@ def test_the_report_lists_what_we_would_like_to_lose(fork, fork_plan, pin):
     report = delta.report(fork_plan, pin, delta.load_caps(fork))
     for edit in fork_plan.edits:
         assert edit.place in report and edit.why in report and edit.retire_when in report and edit.upstream in report
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(fork):
+    shown = f"{sys.executable} -m overlay delta | head -1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", shown], cwd=fork, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr and done.stdout.startswith("Delta over")
 
 
 def test_the_version_is_written_in_one_place(pin):

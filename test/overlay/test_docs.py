@@ -210,7 +210,7 @@ def test_the_messages_of_the_faq_are_messages_of_the_code(pinned):
     quoted = [quote for head in heads for quote in INLINE.findall(head) if " " in quote]
     assert len(quoted) > 7
     sources = [p.read_text() for d in ("python/overlay", "python/sglang") for p in (ROOT / d).rglob("*.py")]
-    upstreams = re.compile(r"sglang/srt/(managers|model_executor|mem_cache)/.*\.py$")
+    upstreams = re.compile(r"sglang/srt/(entrypoints|managers|model_executor|mem_cache)/.*\.py$")
     sources += [pinned.read(name).decode() for name in pinned.names if upstreams.match(name)]
     # A message may be written over several lines.
     said = re.sub(r'"\s*f?"', "", "\n".join(sources))

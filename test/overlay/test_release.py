@@ -6,13 +6,13 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import zipfile
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 
 import pytest
+from repository import commit_all, git
 
 from overlay import __main__ as cli
 from overlay import release, upstream
@@ -20,11 +20,6 @@ from overlay.errors import Refused
 from overlay.plan import FORK
 
 ROOT = FORK.parent
-
-
-def git(root, *arguments):
-    identity = ["-c", "user.name=reader", "-c", "user.email=reader@example.org"]
-    subprocess.run(["git", "-C", root, *identity, *arguments], check=True, capture_output=True)
 
 
 @pytest.fixture
@@ -37,15 +32,10 @@ def repository(small, monkeypatch, tmp_path):
         + release.kernel_version(ROOT)
         + ".\n\n## 0.9+kdtree.3\n"
     )
-    tracked = subprocess.run(
-        ["git", "-C", ROOT, "ls-files", release.KERNELS], check=True, capture_output=True, text=True
-    ).stdout.splitlines()
-    for name in tracked:
+    for name in git(ROOT, "ls-files", release.KERNELS).splitlines():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, root / name)
-    git(root, "init", "--quiet")
-    git(root, "add", "--all")
-    git(root, "commit", "--quiet", "--message", "all")
+    commit_all(root)
     monkeypatch.setenv(upstream.WHEELS_VARIABLE, str(small.wheels))
     monkeypatch.setenv("PIP_NO_BUILD_ISOLATION", "0")  # pip's way to say: without isolation
     monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)

@@ -4,28 +4,16 @@ its prefixes a tree that works."""
 
 import ast
 import json
-import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
+from repository import git
 
 from overlay import description, series
 from overlay.errors import Refused
 
-CLEAN = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")} | {
-    "GIT_CONFIG_GLOBAL": os.devnull,
-    "GIT_CONFIG_NOSYSTEM": "1",
-    **{f"GIT_{who}_{what}": "reader@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")},
-}
 PACKAGE = Path("python")
-
-
-def git(tree, *arguments, **options):
-    return subprocess.run(
-        ["git", "-C", tree, *arguments], check=True, env=CLEAN, capture_output=True, text=True, **options
-    ).stdout
 
 
 @pytest.fixture(scope="session")
