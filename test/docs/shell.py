@@ -160,7 +160,7 @@ def become(arguments: list[str], cwd: str, environment: dict[str, str]) -> None:
     try:
         os.chdir(cwd)
         parse_only = environment.pop(PARSE_ONLY, None)
-        if not parse_only and has_cuda():  # CUDA does not come along to a child
+        if not parse_only and has_cuda():  # asked for once, CUDA works in no child
             os.execve(sys.executable, [sys.executable, *arguments], environment)
         os.environ.clear()
         os.environ.update(environment)
@@ -185,7 +185,7 @@ def become(arguments: list[str], cwd: str, environment: dict[str, str]) -> None:
 
 def has_cuda() -> bool:
     torch = sys.modules.get("torch")
-    return torch is not None and torch.cuda.is_initialized()
+    return torch is not None and torch.cuda.is_available()
 
 
 def run(arguments: list[str]) -> None:
