@@ -5,12 +5,17 @@
     python benchmark/backend_e2e.py --device cpu --only 'DDTREE bf16' --out r.json     # against the torch reference
     python benchmark/backend_e2e.py --list
 
-A run is an Engine with an algorithm (plain decoding, a DFLASH chain, a DDTREE tree, an EAGLE tree, an NGRAM
-tree), a KV dtype, a page size, CUDA graphs or none, and a backend: upstream's, or ours in one of its modes. Each run of
-ours is compared with upstream's of the same algorithm, KV dtype and page size.
+A run is an Engine with an algorithm (plain decoding, a DFLASH chain, a DDTREE tree, EAGLE and EAGLE3 with trees and
+with chains, a STANDALONE chain, an NGRAM tree), a KV dtype, a page size, CUDA graphs or none, and a backend:
+upstream's, or ours in one of its modes. Two kinds of run differ in more: "mixed" prefills in chunks, together with the
+decode steps of other requests, and "split" names a backend for prefill and one for decoding. Each run of ours is
+compared with upstream's of the same algorithm, KV dtype and page size.
 
 The rule, made before any run. Greedy tokens of two bf16 runs may part, at a near-tie only: where they part, upstream's
 two best tokens are at most TIE nats apart, and up to there the log-probabilities of the chosen tokens agree to DRIFT.
+So do the answers to the same batch once more, from cached prefixes or in mixed chunks, and to one request alone. A
+drafter that was trained for the target, or is the target, has at least KEPT of the tokens accepted that it has with
+upstream.
 With fp8 KV both numbers are those of fp8: upstream reads draft tokens before they are rounded, ours after. In validate
 mode every row is also compared in the kernels' own precision, and no mismatch is allowed; with fp8 KV both then read
 rounded draft tokens. That last clause is newer than the first run, which had 12 mismatches in 13,536 rows without it;
@@ -42,6 +47,7 @@ sys.path.insert(0, str(HERE / "kernels"))
 FORMAT = "backend_e2e-1"
 TIE = {"bf16": 0.2, "fp8": 0.6}
 DRIFT = {"bf16": 0.15, "fp8": 0.5}
+KEPT = 0.9
 # Capturing prefill takes most of a start, and is not what is looked at where many Engines start at once.
 START_SOON = {"disable_prefill_cuda_graph": True}
 # Pools have a size of their own. The fraction only ends an Engine where less of the GPU than the rest is free once it
@@ -50,6 +56,10 @@ SHARED_GPU = 0.95
 SAMPLES = 400
 PROMPTS = 12
 NODES = 16
+EAGLE_TYPE = ("EAGLE", "EAGLE-chain", "EAGLE3", "EAGLE3-chain", "STANDALONE")  # their drafts are extended
+TRAINED = ("DFLASH", "DDTREE", "STANDALONE")
+CHUNK = 64  # tokens of a prefill, of a mixed run
+AGAIN = "backend_e2e: the batch again"
 REPORT = re.compile(
     r"kdtree_sm120 validate(?P<part>, [^:]+)?: (?P<rows>\d+) rows compared, (?P<over>\d+) over the limit, "
     r"max abs error (?P<max_abs>\S+), relative error mean (?P<mean_rel>\S+) max (?P<max_rel>\S+), "
@@ -61,19 +71,26 @@ START = re.compile(r"kdtree_sm120 (?:[\w ]+ )?(?:over Triton|in torch), tp rank 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    algorithm: str  # plain, DFLASH, DDTREE, EAGLE, NGRAM
+    algorithm: str  # plain, DFLASH, DDTREE, NGRAM, one of EAGLE_TYPE
     kv: str = "bf16"
     page: int = 1
     graphs: bool = True
     backend: str = "triton"  # or kdtree_sm120
     mode: str = ""  # of kdtree_sm120
     ranks: int = 1  # of tensor parallelism
+    kind: str = ""  # or mixed, split
 
     @property
     def name(self) -> str:
         graphs = "graphs" if self.graphs else "eager"
-        name = f"{self.algorithm} {self.kv} page{self.page} {graphs} {self.backend} {self.mode}".strip()
+        parts = (self.algorithm, self.kv, f"page{self.page}", graphs, self.backend, self.mode, self.kind)
+        name = " ".join(part for part in parts if part)
         return name if self.ranks == 1 else f"{name} tp{self.ranks}"
+
+    @property
+    def captures_prefill(self) -> bool:
+        """As upstream does by default. It takes most of a start, and prefill is not what is looked at: these alone."""
+        return self.mode != "off" and self.partner in (Run("plain"), Run("DDTREE")) and self.graphs and not self.kind
 
     @property
     def stock(self) -> Run:
@@ -100,16 +117,20 @@ def all_runs() -> list[Run]:
         runs.append(Run(algorithm, graphs=False, backend="kdtree_sm120", mode="on"))
         runs.append(Run(algorithm, graphs=False, backend="kdtree_sm120", mode="validate"))
         runs.append(Run(algorithm, backend="kdtree_sm120", mode="off"))
-    # A mask and lists of its own, but no code of ours besides: once. STANDALONE is not here: upstream takes a drafter
-    # of this architecture for a NextN layer.
-    runs.append(Run("NGRAM"))
-    runs += [Run("NGRAM", backend="kdtree_sm120", mode=mode) for mode in ("on", "validate")]
+    # Masks, lists and drafters of their own, but no code of ours besides: once.
+    for algorithm in ("EAGLE-chain", "EAGLE3", "EAGLE3-chain", "STANDALONE", "NGRAM"):
+        runs.append(Run(algorithm))
+        runs += [Run(algorithm, backend="kdtree_sm120", mode=mode) for mode in ("on", "validate")]
+    runs += [Run("STANDALONE", page=64), Run("STANDALONE", page=64, backend="kdtree_sm120", mode="on")]
+    for algorithm in ("plain", "DFLASH", "EAGLE-chain"):  # upstream mixes no chunks with the others, DDTREE refuses
+        runs.append(Run(algorithm, backend="kdtree_sm120", mode="on", kind="mixed"))
+    runs += [Run(algorithm, backend="kdtree_sm120", mode="on", kind="split") for algorithm in ("plain", "DDTREE")]
     return runs
 
 
 def unavailable(run: Run, device: str) -> str | None:
     if device == "cpu":
-        if run.algorithm in ("EAGLE", "NGRAM"):
+        if run.algorithm in (*EAGLE_TYPE, "NGRAM"):
             return f"{run.algorithm} has no CPU form"
         if run.kv == "fp8":
             return "KV is float32 on a CPU"
@@ -130,9 +151,21 @@ def arguments_of(run: Run, device: str, folder: Path) -> dict[str, Any]:
         if run.backend == "triton":
             arguments["attention_backend"] = "torch_reference"
     else:
+        if not run.captures_prefill:
+            arguments |= START_SOON
         arguments |= {"dtype": "bfloat16", "mem_fraction_static": SHARED_GPU, "cuda_graph_max_bs_decode": 16}
         if not run.graphs:
             arguments["disable_cuda_graph"] = True
+    if run.kind == "mixed":
+        arguments |= {"enable_mixed_chunk": True, "chunked_prefill_size": CHUNK}
+    if run.kind == "split":
+        del arguments["attention_backend"]
+        arguments |= {
+            "prefill_attention_backend": "torch_reference" if device == "cpu" else "triton",
+            "decode_attention_backend": run.backend,
+        }  # fmt: skip
+        if run.algorithm != "plain":
+            arguments["speculative_attention_mode"] = "decode"
     if run.mode:
         arguments["kdtree_verify"] = run.mode
     if run.ranks > 1:
@@ -144,12 +177,15 @@ def arguments_of(run: Run, device: str, folder: Path) -> dict[str, Any]:
             "speculative_algorithm": run.algorithm, "speculative_draft_model_path": str(MODELS / "drafter"),
             "speculative_num_draft_tokens": NODES if run.algorithm == "DDTREE" else 8,
         }  # fmt: skip
-    if run.algorithm == "EAGLE":
+    if run.algorithm in EAGLE_TYPE:
+        is_tree = run.algorithm in ("EAGLE", "EAGLE3")
         arguments |= {
-            "speculative_algorithm": "EAGLE", "speculative_draft_model_path": eagle_drafter(folder),
-            "speculative_draft_load_format": "dummy", "speculative_num_steps": 4, "speculative_eagle_topk": 4,
-            "speculative_num_draft_tokens": NODES,
+            "speculative_algorithm": run.algorithm.removesuffix("-chain"),
+            "speculative_draft_model_path": drafter(run.algorithm, folder), "speculative_num_steps": 4,
+            "speculative_eagle_topk": 4 if is_tree else 1, "speculative_num_draft_tokens": NODES if is_tree else 5,
         }  # fmt: skip
+        if run.algorithm not in TRAINED:
+            arguments["speculative_draft_load_format"] = "dummy"
     if run.algorithm == "NGRAM":
         arguments |= {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": NODES}
     return arguments
@@ -176,12 +212,25 @@ def environment_of(ranks: int, device: str) -> dict[str, str]:
     return {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
 
 
-def eagle_drafter(folder: Path) -> str:
-    """A drafter without weights of its own: it is as wrong as it can be, and its draft extend runs all the same."""
+def drafter(algorithm: str, folder: Path) -> str:
+    """The checkpoint of an MLA drafter. EAGLE's and EAGLE3's have no weights of their own: they are as wrong as they
+    can be, and their draft extend runs all the same. STANDALONE's is the target, which is as right as it can be."""
     config = json.loads((MODELS / "target" / "config.json").read_text())
-    config["num_nextn_predict_layers"] = 1  # upstream takes the NextN layer of such a model for a drafter
-    path = folder / "eagle"
+    layers = config.pop("num_nextn_predict_layers")
+    path = folder / algorithm
     path.mkdir(exist_ok=True)
+    if algorithm.startswith("EAGLE3"):
+        config |= {
+            "architectures": ["Eagle3DeepseekV2ForCausalLM"], "num_hidden_layers": 1,
+            "draft_vocab_size": config["vocab_size"],
+            "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+        }  # fmt: skip
+    elif algorithm.startswith("EAGLE"):
+        config["num_nextn_predict_layers"] = layers + 1  # upstream takes the NextN layer of such a model for a drafter
+    else:
+        # Upstream takes any drafter that calls itself DeepseekV3ForCausalLM for a NextN layer; this is the same code.
+        config["architectures"] = ["DeepseekV2ForCausalLM"]
+        (path / "model.safetensors").symlink_to(MODELS / "target" / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config))
     return str(path)
 
@@ -206,15 +255,15 @@ def prompts() -> tuple[list[str], list[dict]]:
 
 
 def child(argv: list[str]) -> int:
-    """One Engine: greedy answers of one ragged batch, of the same batch again (now with a cached prefix), of one
-    request alone; log-probabilities of the first."""
+    """One Engine: greedy answers of one ragged batch, of the same batch again (with a cached prefix; in mixed chunks
+    with none), of one request alone; log-probabilities of the first."""
     spec = json.loads(argv[0])
     with tempfile.TemporaryDirectory() as name:
         run = Run(**spec["run"])
         arguments = arguments_of(run, spec["device"], Path(name)) | spec["more"]
         if spec["sampling"] is not None and spec["device"] == "cpu":
             arguments["enable_deterministic_inference"] = True  # seeds of requests need it; on a GPU it changes kernels
-        if run.algorithm == "EAGLE":
+        if run.algorithm in ("EAGLE", "EAGLE-chain"):
             use_plugin(HERE / "eagle_norm.py", Path(name) / "plugins")
         print(f"backend_e2e: {json.dumps(arguments)}", flush=True)
         import sglang
@@ -234,6 +283,9 @@ def child(argv: list[str]) -> int:
             for o in outputs
         ]  # fmt: skip
         result["accept_length"] = [round(o["meta_info"].get("spec_accept_length") or 1.0, 3) for o in outputs]
+        if run.kind == "mixed":  # upstream mixes no chunks where log-probabilities are asked for
+            engine.flush_cache()
+        print(AGAIN, flush=True)
         result["again"] = [o["output_ids"] for o in engine.generate(texts, parameters)]
         result["alone"] = engine.generate(texts[:1], parameters[:1])[0]["output_ids"]
         if spec["sampling"] is not None:
@@ -264,6 +316,11 @@ def log_of_rank(log: str, rank: int, ranks: int) -> str:
 def started_ranks(log: str, mode: str) -> list[int]:
     """The ranks whose start-up line says this mode, each once."""
     return sorted({int(rank) for rank, said in START.findall(log) if said == mode})
+
+
+def mixed_steps(log: str) -> int:
+    """Prefill steps of the second batch that requests took part in which were decoding."""
+    return len(re.findall(r"Prefill batch.*#running-req: [1-9]", log.partition(AGAIN)[2]))
 
 
 def validate_reports(log: str) -> list[dict]:
@@ -311,7 +368,7 @@ def execute(
     ]
     return {
         "run": run, "result": result, "error": error, "reports": reports, "mismatches": MISMATCH.findall(text),
-        "started": started_ranks(text, run.mode),
+        "started": started_ranks(text, run.mode), "mixed_steps": mixed_steps(text),
     }  # fmt: skip
 
 
@@ -333,6 +390,27 @@ def compare(stock: dict, ours: dict, kv: str) -> dict:
     return {"parted": parted, "max_logprob_difference": round(drift, 5), "problems": problems}
 
 
+def compare_tokens(stock: dict, answers: list[list[int]], kv: str, what: str) -> dict:
+    """Answers without log-probabilities, of the first prompts of upstream's batch: they may part from it at its
+    near-ties only."""
+    problems, gaps = [], []
+    for i, (expected, tokens) in enumerate(zip(stock["logprobs"], answers, strict=False)):
+        if len(tokens) != len(expected):
+            problems.append(f"{what}, answer {i}: {len(tokens)} tokens, {len(expected)} expected")
+        same = next((n for n, (x, y) in enumerate(zip(expected, tokens, strict=False)) if x[0] != y), None)
+        if same is not None:
+            gaps.append(expected[same][2] - expected[same][3])
+            if not gaps[-1] <= TIE[kv]:
+                problems.append(f"{what}, answer {i} parts at token {same}, a gap of {gaps[-1]:.3f} nats")
+    return {"parted": len(gaps), "worst_gap": round(max(gaps, default=0.0), 4), "problems": problems}
+
+
+def compare_accepted(stock: dict, ours: dict) -> list[str]:
+    """Problems of the tokens a step that trained drafts have accepted."""
+    expected, got = (sum(lengths) / len(lengths) for lengths in (stock["accept_length"], ours["accept_length"]))
+    return [] if got >= KEPT * expected else [f"{got:.2f} tokens accepted a step, {expected:.2f} with {stock['name']}"]
+
+
 def judge(done: dict[Run, dict], run: Run, *, reference: bool = False) -> dict:
     """A row of the result file. reference: of a run that others are compared with, and it with none."""
     own = done[run]
@@ -347,18 +425,27 @@ def judge(done: dict[Run, dict], run: Run, *, reference: bool = False) -> dict:
         row["problems"] = [own["error"]]
         return row
     row["start_s"], row["accept_length"] = own["result"]["start_s"], own["result"]["accept_length"]
+    if run.kind == "mixed":
+        row["mixed_steps"] = own["mixed_steps"]
+        if not own["mixed_steps"]:
+            row["problems"].append("no chunk of a prefill was mixed with decoding requests")
     if run.mode and own["started"] != list(range(run.ranks)):
         row["problems"].append(f"verify {run.mode} is in the start-up lines of ranks {own['started']}")
-    if reference or run.partner == run:
-        return row
-    partner = done.get(run.partner)
+    partner = own if reference else done.get(run.partner)
     if partner is None or partner["result"] is None:
         row["problems"].append(f"{run.partner.name}, to compare with, did not run")
         return row
+    for what, answers in (("again", own["result"]["again"]), ("alone", [own["result"]["alone"]])):
+        row[what] = compare_tokens(partner["result"], answers, run.kv, what)
+        row["problems"] += row[what].pop("problems")
+    if reference or run.partner == run:
+        return row
     found = compare(partner["result"], own["result"], run.kv)
     row |= found | {"problems": row["problems"] + found["problems"]}
+    if run.algorithm in TRAINED:
+        row["problems"] += compare_accepted(partner["result"] | {"name": run.partner.name}, own["result"])
     if run.mode == "validate":
-        parts = ["target"] + (["draft extend"] if run.algorithm == "EAGLE" else [])
+        parts = ["target"] + (["draft extend"] if run.algorithm in EAGLE_TYPE else [])
         compared = {(report["rank"], report["part"]) for report in own["reports"] if report["rows"]}
 
         def of(rank: int) -> str:
@@ -473,7 +560,7 @@ def header(args: argparse.Namespace, options: list[str]) -> dict:
         "device": args.device,
         "gpu": gpu_info() if args.device == "cuda" else None,
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
-        "rule": {"tie": TIE, "drift": DRIFT},
+        "rule": {"tie": TIE, "drift": DRIFT, "kept": KEPT},
         "options": options,
     }
 

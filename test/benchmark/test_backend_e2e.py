@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The comparison of two Engines: what its rule lets pass and what not, and the whole of it on a CPU."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -19,8 +20,12 @@ def answer(*tokens, gap=1.0, shift=0.0):
     return [[token, -1.0 - shift, -1.0, -1.0 - gap] for token in tokens]
 
 
-def outcome(*answers):
-    return {"logprobs": list(answers), "start_s": 1.0, "accept_length": [1.0] * len(answers)}
+def outcome(*answers, **fields):
+    tokens = [[entry[0] for entry in answer] for answer in answers]
+    return {
+        "logprobs": list(answers), "start_s": 1.0, "accept_length": [1.0] * len(answers),
+        "again": tokens, "alone": tokens[0],
+    } | fields  # fmt: skip
 
 
 def test_equal_answers_hold():
@@ -50,6 +55,39 @@ def test_a_shorter_answer_is_a_problem():
     assert "1 tokens, 2 expected" in e2e.compare(outcome(answer(1, 2)), outcome(answer(1)), "bf16")["problems"][0]
 
 
+@pytest.mark.parametrize(("gap", "holds"), [(0.2, True), (0.21, False), (float("nan"), False)])
+def test_answers_without_log_probabilities_part_at_a_near_tie_only(gap, holds):
+    stock = outcome(answer(1, 2, 3, gap=gap), answer(4, 5))
+    found = e2e.compare_tokens(stock, [[1, 9, 8], [4, 5]], "bf16", "again")
+    assert (found["problems"] == []) == holds and found["parted"] == 1
+    assert e2e.compare_tokens(stock, [[1, 2, 3]], "bf16", "alone")["parted"] == 0
+    assert "2 tokens, 3 expected" in e2e.compare_tokens(stock, [[1, 2]], "bf16", "alone")["problems"][0]
+
+
+@pytest.mark.parametrize("run", [e2e.Run("plain"), e2e.Run("plain", backend="kdtree_sm120", mode="on")])
+@pytest.mark.parametrize("field", ["again", "alone"])
+def test_the_answers_to_a_cached_batch_and_to_one_request_are_judged(run, field):
+    wrong = {"again": [[1, 2, 9]], "alone": [1, 9, 3]}[field]
+    row = rows_of("", run, result=outcome(answer(1, 2, 3), **{field: wrong}))
+    assert [problem.split(",")[0] for problem in row["problems"]] == [field]
+
+
+def test_trained_drafts_have_as_many_tokens_accepted_as_with_upstream():
+    run = e2e.Run("STANDALONE", backend="kdtree_sm120", mode="on")
+    (problem,) = rows_of("", run, result=outcome(answer(1, 2, 3), accept_length=[0.89]))["problems"]
+    assert problem == "0.89 tokens accepted a step, 1.00 with STANDALONE bf16 page1 graphs triton"
+    untrained = dataclasses.replace(run, algorithm="EAGLE3")
+    assert rows_of("", untrained, result=outcome(answer(1, 2, 3), accept_length=[0.89]))["problems"] == []
+
+
+def test_a_mixed_run_in_which_nothing_was_mixed_is_a_problem():
+    run = e2e.Run("plain", backend="kdtree_sm120", mode="on", kind="mixed")
+    prefill = "Prefill batch, #new-seq: 1, #running-req: {}, #queue-req: 0"
+    assert [e2e.mixed_steps(f"{prefill.format(3)}\n{e2e.AGAIN}\n{prefill.format(n)}") for n in (0, 3)] == [0, 1]
+    assert rows_of("", run, mixed_steps=2)["problems"] == []
+    assert rows_of("", run, mixed_steps=0)["problems"] == ["no chunk of a prefill was mixed with decoding requests"]
+
+
 FACTS = "max abs error 1.0e-03, relative error mean 1.0e-04 max 2.0e-03"
 LOG = f"""
 kdtree_sm120 validate: 64 rows compared, 0 over the limit, {FACTS}, 0 mismatches, worst layer 1, 4 steps
@@ -65,6 +103,7 @@ def rows_of(log, run, **fields):
         "reports": [{"rank": 0, **report} for report in e2e.validate_reports(log)],
         "mismatches": e2e.MISMATCH.findall(log),
         "started": [0],
+        "mixed_steps": 0,
     }
     done = {
         run.stock: {"run": run.stock, "result": a, **common},
@@ -117,15 +156,15 @@ def test_a_call_that_is_cut_short_leaves_the_rows_of_what_had_ended(monkeypatch,
         return {"run": run, "result": outcome(answer(1)), "error": None, "reports": [], "mismatches": [], "started": []}
 
     monkeypatch.setattr(e2e, "execute", execute)
-    patterns = ["--only", "DDTREE bf16 page1 graphs kdtree_sm120 on"]
+    patterns = ["--only", "DDTREE bf16 page64 graphs kdtree_sm120 on"]
     with pytest.raises(RuntimeError, match="stopped"):
         e2e.main(["--device", "cpu", "--parallel", "1", "--commit", "none", "--out", str(out), *patterns])
     written = json.loads(out.read_text())
     assert written["header"]["format"] == e2e.FORMAT
-    assert [row["name"] for row in written["rows"]] == ["DDTREE bf16 page1 graphs triton"]
+    assert [row["name"] for row in written["rows"]] == ["DDTREE bf16 page64 graphs triton"]
     assert written["not_run"] == [
         {
-            "name": "DDTREE bf16 page1 graphs kdtree_sm120 on",
+            "name": "DDTREE bf16 page64 graphs kdtree_sm120 on",
             "reason": "it had not ended when this file was written",
         }
     ]
@@ -153,6 +192,7 @@ def test_upstreams_runs_come_first(capsys):
 def test_every_run_of_ours_has_its_upstream_run():
     runs = e2e.all_runs()
     assert len(runs) == len(set(runs)) and {run.stock for run in runs} <= set(runs)
+    assert {run.algorithm for run in runs} == {"plain", "NGRAM", *e2e.TRAINED, *e2e.EAGLE_TYPE}
     for algorithm in ("plain", "DFLASH", "DDTREE", "EAGLE"):
         modes = {(r.mode, r.graphs) for r in runs if r.algorithm == algorithm and r.mode}
         assert modes >= {("on", True), ("on", False), ("validate", True), ("validate", False), ("off", True)}
@@ -163,12 +203,26 @@ def test_every_run_of_ours_has_its_upstream_run():
 @pytest.mark.parametrize("run", e2e.all_runs(), ids=lambda run: run.name)
 def test_runs_differ_in_what_their_name_says(run, tmp_path):
     arguments = e2e.arguments_of(run, "cuda", tmp_path)
-    assert arguments["attention_backend"] == run.backend and arguments["page_size"] == run.page
-    assert arguments.get("speculative_algorithm") == (None if run.algorithm == "plain" else run.algorithm)
+    backends = {name: value for name, value in arguments.items() if name.endswith("attention_backend")}
+    split = {"prefill_attention_backend": "triton", "decode_attention_backend": run.backend}
+    assert backends == (split if run.kind == "split" else {"attention_backend": run.backend})
+    assert arguments["page_size"] == run.page and ("enable_mixed_chunk" in arguments) == (run.kind == "mixed")
+    algorithm, _, is_chain = run.algorithm.partition("-")
+    assert arguments.get("speculative_algorithm") == (None if algorithm == "plain" else algorithm)
+    if is_chain:
+        assert arguments["speculative_eagle_topk"] == 1
     assert arguments.get("kdtree_verify", "") == run.mode
     assert arguments.get("disable_cuda_graph", False) == (not run.graphs)
     assert ("kv_cache_dtype" in arguments) == (run.kv == "fp8")
-    assert "speculative_draft_attention_backend" not in arguments
+
+
+def test_prefill_is_captured_in_a_few_runs_of_each_backend():
+    captures = [run.name for run in e2e.all_runs() if run.captures_prefill]
+    assert captures == [
+        "plain bf16 page1 graphs triton", "plain bf16 page1 graphs kdtree_sm120 on",
+        "plain bf16 page1 graphs kdtree_sm120 validate", "DDTREE bf16 page1 graphs triton",
+        "DDTREE bf16 page1 graphs kdtree_sm120 on", "DDTREE bf16 page1 graphs kdtree_sm120 validate",
+    ]  # fmt: skip
 
 
 def test_a_plugin_joins_the_norms_of_a_hidden_size_that_upstreams_refuses(tmp_path):

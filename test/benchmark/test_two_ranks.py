@@ -36,7 +36,14 @@ def answers(tokens=(1, 2, 3), sampled=None):
     """Of an Engine: every answer the same; sampled: places of all samples, tokens in turn."""
     logprobs = [[[token, -1.0, -1.0, -3.0] for token in tokens]]
     drawn = [[0, *(i % 5 for _ in range(3))] for i in range(400)] if sampled is None else sampled
-    return {"logprobs": logprobs, "start_s": 1.0, "accept_length": [2.0], "sampled": drawn}
+    return {
+        "logprobs": logprobs,
+        "start_s": 1.0,
+        "accept_length": [2.0],
+        "again": [tokens],
+        "alone": tokens,
+        "sampled": drawn,
+    }
 
 
 def reports(ranks=(0, 1), rows=64, mismatches=0):
