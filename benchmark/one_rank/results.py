@@ -11,17 +11,7 @@ from verify_bench.result_file import save as save
 from .shapes import ACCEPT_LENGTHS, ARMS
 
 FORMAT = "one_rank-1"
-HEADER_KEYS = {
-    "format": str,
-    "date": str,
-    "commit": str,
-    "device": str,
-    "gpu": (dict, type(None)),
-    "versions": dict,
-    "scale": str,
-    "model": dict,
-    "draft_window": int,
-}
+HEADER_KEYS = result_file.HEADER_KEYS | {"scale": str, "model": dict, "draft_window": int}
 ROW_KEYS = {
     "arm": str,
     "context": int,

@@ -302,3 +302,6 @@ def test_the_readme_shows_what_is_printed(cli, monkeypatch):
     assert shown[1] == f"{counts[OK]} OK, {counts[WARN]} WARN, {counts[FAIL]} FAIL"
     (gpu,) = [check for check in document["checks"] if check["name"] == "GPU"]
     assert (gpu["status"], "GPU", gpu["detail"]) in rows and f"-> {gpu['remedy']}\n" in shown[0]
+    limits = re.search(r"limit (\d+) \(hard (\d+)\)", shown[0])
+    (files,) = machine.open_files(tuple(map(int, limits.groups())))
+    assert f"-> {files.remedy}\n" in shown[0]

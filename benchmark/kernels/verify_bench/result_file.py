@@ -7,6 +7,16 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+# Of a header: what was measured where, and with what.
+HEADER_KEYS = {
+    "format": str,
+    "date": str,
+    "commit": str,
+    "device": str,
+    "gpu": (dict, type(None)),
+    "versions": dict,
+}
+
 
 def field_problems(
     data: object, *, format: str, header_keys: dict, row_keys: dict, missing_keys: dict

@@ -19,15 +19,7 @@ from .shapes import Shape
 from .timing import Timing
 
 FORMAT = "mla_tree_verify-1"
-HEADER_KEYS = {
-    "format": str,
-    "date": str,
-    "commit": str,
-    "device": str,
-    "gpu": (dict, type(None)),
-    "versions": dict,
-    "ceilings": dict,
-}
+HEADER_KEYS = result_file.HEADER_KEYS | {"ceilings": dict}
 ROW_KEYS = {
     "arm": str,
     "bs": int,
