@@ -78,15 +78,20 @@ def random_tree(count, seed):
     return mask.tril() | torch.eye(N, dtype=torch.bool)
 
 
-def expected_of(backend, rows, prefixes, q, visible, layer):
+def expected_of(backend, rows, prefixes, q, visible, layer, width=N):
     table = backend.req_to_token.cpu()
-    lists = [table[row, : p + N] for row, p in zip(rows, prefixes, strict=True)]
-    begins = torch.tensor([0] + [p + N for p in prefixes]).cumsum(0)
+    lists = [table[row, : p + width] for row, p in zip(rows, prefixes, strict=True)]
+    begins = torch.tensor([0] + [p + width for p in prefixes]).cumsum(0)
     keys = backend.token_to_kv_pool.keys.cpu().float()
     return mla_tree_verify_reference(
-        q[: len(rows) * N].cpu().float().view(len(rows), N, NUM_HEADS, 576), keys, begins,
+        q[: len(rows) * width].cpu().float().view(len(rows), width, NUM_HEADS, 576), keys, begins,
         torch.cat(lists), sm_scale=layer.scaling, tree_mask=visible, mask_layout=MaskLayout.QLEN,
-    ).reshape(len(rows) * N, -1)  # fmt: skip
+    ).reshape(len(rows) * width, -1)  # fmt: skip
+
+
+def close_to(out, expected, device):
+    limit = dict(rtol=2e-5, atol=2e-5) if device == "cpu" else dict(rtol=2.0**-7, atol=2e-3)
+    torch.testing.assert_close(out.cpu().float(), expected, **limit)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -144,8 +149,7 @@ def test_one_captured_step_serves_all_batches(monkeypatch, device, mode, in_part
             stock_out[: len(rows) * N].copy_(expected)
         out = graph.replay()
         expected = expected_of(backend, rows, prefixes, q, visible, layers[0])
-        limit = dict(rtol=2e-5, atol=2e-5) if device == "cpu" else dict(rtol=2.0**-7, atol=2e-3)
-        torch.testing.assert_close(out[: len(rows) * N].cpu().float(), expected, **limit)
+        close_to(out[: len(rows) * N], expected, device)
         assert out.isfinite().all()
     if mode == "validate":
         (errors,) = VerifyErrors.summary(backend.validation.errors.counters.cpu())
@@ -180,9 +184,105 @@ def test_one_captured_draft_extend_serves_all_batches(monkeypatch, device):
         out = graph.replay()
         chains = torch.ones(len(rows), N, N, dtype=torch.bool).tril()
         expected = expected_of(backend, rows, prefixes, q, chains, layer)
-        limit = dict(rtol=2e-5, atol=2e-5) if device == "cpu" else dict(rtol=2.0**-7, atol=2e-3)
-        torch.testing.assert_close(out[: len(rows) * N].cpu().float(), expected, **limit)
+        close_to(out[: len(rows) * N], expected, device)
         assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_later_replay_changes_no_result_but_its_own(monkeypatch, device):
+    """Of a layer before it in the same graph, of an eager step, of a replay that was copied out."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    backend = make_backend(monkeypatch, device=device, dtype=dtype)
+    backend.init_cuda_graph_state(BUCKET, BUCKET * N)
+    layer = make_layer(NUM_HEADS, 1, 576, 512)
+    inputs = [random_inputs(device, dtype, seed=0) for _ in range(LAYERS)]
+    static = batch_of([], [], chain_input(N), bucket=BUCKET, table=backend.req_to_token, device=device)
+    backend.init_forward_metadata_out_graph(static, in_capture=True)
+
+    def attend(batch, q, k):
+        return backend.forward_extend(q, k, k[..., :512], layer, batch)
+
+    def step():
+        backend.init_forward_metadata_in_graph(static)
+        return torch.stack([attend(static, q, k) for q, k in inputs])
+
+    graph = Graph(device)
+    graph.record(step)
+    kept = []
+    for number, (rows, prefixes, is_tree) in enumerate(STEPS):
+        count, tokens = len(rows), len(rows) * N
+        visible = random_tree(count, number) if is_tree else torch.ones(count, N, N, dtype=torch.bool).tril()
+        spec_info = tree_input(N, visible.flatten().to(device)) if is_tree else chain_input(N)
+        fields = dict(table=backend.req_to_token, device=device)
+        # The eager step first: it leaves its lists and plan behind, which the replay must not read.
+        eager = batch_of(rows, prefixes, spec_info, **fields)
+        q, k = (value[:tokens] for value in random_inputs(device, dtype, 100 + number))
+        backend.init_forward_metadata(eager)
+        kept.append((attend(eager, q, k), expected_of(backend, rows, prefixes, q, visible, layer)))
+        batch = batch_of(rows, prefixes, spec_info, bucket=BUCKET, **fields)
+        static.out_cache_loc.copy_(batch.out_cache_loc)
+        # One k, so that one expected result after the replay holds for all layers; q is each layer's own.
+        for at, (static_q, static_k) in enumerate(inputs):
+            static_q.copy_(random_inputs(device, dtype, 10 * number + at + 1)[0])
+            static_k.copy_(random_inputs(device, dtype, number + 1)[1])
+        backend.init_forward_metadata_out_graph(batch)
+        out = graph.replay()
+        for (static_q, _), own in zip(inputs, out, strict=True):
+            expected = expected_of(backend, rows, prefixes, static_q, visible, layer)
+            kept.append((own[:tokens].clone(), expected))
+        for result, expected in kept:
+            close_to(result, expected, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fill", [0, 1, 5])
+@pytest.mark.parametrize("kind", ["tree", "decode", "draft extend"])
+def test_a_capture_may_fill_lengths_with_anything(monkeypatch, device, kind, fill):
+    """The runner captures and pads with the backend's own fill value, upstream's 1. Whatever it is, padding reads the
+    sink alone, stays finite, and moves no request's list."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    fields = dict(device=device, dtype=dtype)
+    if kind == "draft extend":
+        backend = make_draft_backend(monkeypatch, **fields)
+    else:
+        backend = make_backend(monkeypatch, algorithm=None if kind == "decode" else "DDTREE", **fields)
+    assert backend.get_cuda_graph_seq_len_fill_value() == 1
+    width = 1 if kind == "decode" else N
+    backend.init_cuda_graph_state(BUCKET, BUCKET * width)
+    layer = make_layer(NUM_HEADS, 1, 576, 512)
+    forward = backend.forward_decode if kind == "decode" else backend.forward_extend
+    q, k = (value[: BUCKET * width] for value in random_inputs(device, dtype, seed=0))
+
+    def filled(rows, prefixes):
+        batch = against_triton.make_step(kind, rows, prefixes, BUCKET, backend, device)
+        batch.seq_lens[len(rows) :] = fill
+        return batch
+
+    static = filled([], [])
+    backend.init_forward_metadata_out_graph(static, in_capture=True)
+
+    def step():
+        backend.init_forward_metadata_in_graph(static)
+        return forward(q, k, k[..., :512], layer, static).clone()
+
+    graph = Graph(device)
+    graph.record(step)
+    assert graph.replay().isfinite().all()
+    for rows, prefixes in (([2, 5, 1], [1, 31, 33]), ([6], [44])):
+        batch = filled(rows, prefixes)
+        static.out_cache_loc.copy_(batch.out_cache_loc)
+        backend.init_forward_metadata_out_graph(batch)
+        out = graph.replay()
+        assert out.isfinite().all()
+        begins = backend.graph.indptr.tolist()
+        padding = backend.graph.indices[begins[len(rows)] : begins[BUCKET]]
+        assert not padding.any() and begins == sorted(begins)
+        count, tokens = len(rows), len(rows) * width
+        visible = torch.ones(count, width, width, dtype=torch.bool).tril()
+        if kind == "tree":
+            visible = against_triton.tree_mask(count, "cpu").view(count, N, N)
+        expected = expected_of(backend, rows, prefixes, q, visible, layer, width)
+        close_to(out[:tokens], expected, device)
 
 
 def test_upstreams_own_kernels_give_the_same_when_interpreted():
