@@ -125,6 +125,18 @@ def test_a_ddtree_drafter_follows_a_target_on_kdtree(make_args, backends, drafte
     assert resolve(make_args(device="cuda", **backends)).speculative_draft_attention_backend == drafter
 
 
+@pytest.mark.parametrize(
+    "split",
+    [
+        dict(prefill_attention_backend="fa3", speculative_attention_mode="decode"),
+        dict(decode_attention_backend="fa3", speculative_attention_mode="prefill"),
+    ],
+)
+def test_ddtree_asks_for_the_mask_where_it_is_verified(make_args, split):
+    both = dict(prefill_attention_backend="triton", decode_attention_backend="triton", attention_backend="flashinfer")
+    resolve(make_args(device="cuda", **both | split))
+
+
 def test_ddtree_keeps_what_was_given(make_args):
     args = resolve(
         make_args(
@@ -203,9 +215,12 @@ REFUSED = [
     (dict(speculative_accept_threshold_single=0.5), "accepts exact samples only"),
     (dict(speculative_accept_threshold_acc=0.5), "accepts exact samples only"),
     (dict(device="xpu"), "runs on cuda and cpu, not on xpu"),
-    (dict(attention_backend="flashinfer"), "carries a tree mask; --attention-backend is flashinfer. Use one of kdtree"),
-    (dict(decode_attention_backend="fa3"), "carries a tree mask; --decode-attention-backend is fa3"),
-    (dict(prefill_attention_backend="torch_native"), "a tree mask; --prefill-attention-backend is torch_native"),
+    (dict(attention_backend="flashinfer"), "a tree mask; --attention-backend is flashinfer.*: use one of kdtree_sm120"),
+    (dict(prefill_attention_backend="torch_native"), r"--prefill-attention-backend is .*-attention-mode is prefill:"),
+    (
+        dict(decode_attention_backend="fa3", speculative_attention_mode="decode", attention_backend="triton"),
+        "a tree mask; --decode-attention-backend is fa3. .* --speculative-attention-mode is decode:",
+    ),
     (dict(drafter=DRAFTER | {"vocab_size": 1024}), "its vocab_size is 1024, the target's is 2048"),
     (dict(drafter=DRAFTER | {"hidden_size": 128}), "its hidden_size is 128, the target's is 256"),
     (

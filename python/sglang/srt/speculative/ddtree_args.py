@@ -168,18 +168,18 @@ def refuse_unsupported(args: Any) -> None:
 
 def refuse_attention_backend(args: Any) -> None:
     """An attention backend that drops the mask verifies the tree as a chain."""
-    for flag in (
-        "attention_backend",
-        "prefill_attention_backend",
-        "decode_attention_backend",
-    ):
-        backend = getattr(args, flag)
-        if backend is not None and backend not in TREE_MASK_BACKENDS:
-            raise ValueError(
-                f"DDTREE needs an attention backend that carries a tree mask; "
-                f"--{flag.replace('_', '-')} is {backend}. Use one of "
-                f"{', '.join(TREE_MASK_BACKENDS)}."
-            )
+    mode = args.speculative_attention_mode
+    flag = f"{mode}_attention_backend"
+    if getattr(args, flag) is None:
+        flag = "attention_backend"
+    backend = getattr(args, flag)
+    if backend is not None and backend not in TREE_MASK_BACKENDS:
+        raise ValueError(
+            "DDTREE needs an attention backend that carries a tree mask; "
+            f"--{flag.replace('_', '-')} is {backend}. It would verify, as "
+            f"--speculative-attention-mode is {mode}: use one of "
+            f"{', '.join(TREE_MASK_BACKENDS)}."
+        )
 
 
 def refuse_sizes(args: Any) -> None:
