@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kdtree_sm120 beside another backend: one for prefill, kdtree_sm120 for what follows. And prefill in chunks that are
+mixed with the decode steps of other requests."""
+
+import re
+
+import pytest
+from e2e.servers import TARGET, meta, speculative, token_ids
+from e2e.workloads import GREEDY
+
+pytestmark = pytest.mark.server
+
+SPLIT = ["--prefill-attention-backend", "torch_reference", "--decode-attention-backend", "kdtree_sm120"]
+POOL = ["--max-total-tokens", "4096", "--max-running-requests", "8"]
+NUM_TOKENS = 48
+
+
+def answer(server, expected):
+    entries = [entry for entry in expected if entry["prompt_tokens"] < 200][:4]
+    outputs = server.generate([entry["prompt"] for entry in entries], GREEDY | {"max_new_tokens": NUM_TOKENS})
+    assert token_ids(outputs) == [entry["tokens"][:NUM_TOKENS] for entry in entries]
+    server.assert_all_slots_are_back()
+    return outputs
+
+
+def test_trees_are_verified_by_the_backend_for_decoding(servers, expected):
+    tree = [*speculative("DDTREE"), "--speculative-num-draft-tokens", "8", "--speculative-attention-mode", "decode"]
+    server = servers.get([*TARGET, *POOL, *SPLIT, *tree, "--kdtree-verify", "validate"])
+    outputs = answer(server, expected)
+    assert all(steps < NUM_TOKENS / 2 for steps in meta(outputs, "spec_verify_ct"))
+    servers.stop()
+    log = server.log.read_text()
+    assert "decode_backend=kdtree_sm120, prefill_backend=torch_reference" in log
+    last = re.findall(r"kdtree_sm120 validate: (\d+) rows compared, (\d+) over the limit", log)[-1]
+    assert int(last[0]) > 0 and last[1] == "0"
+
+
+def test_decode_steps_take_part_in_chunks_of_a_prefill(servers, expected):
+    server = servers.get([*TARGET, *POOL, *SPLIT, "--enable-mixed-chunk", "--chunked-prefill-size", "16"])
+    answer(server, expected)
+    assert re.search(r"Prefill batch.*#running-req: [1-9]", server.log.read_text())
