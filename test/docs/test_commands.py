@@ -101,6 +101,8 @@ LITERAL = {
     "python -m sglang.kdtree plan --model /data/Kimi-K2.6 --draft /data/Kimi-K2.6-DFlash --context 184000": Run(
         "The wish fits"
     ),
+    "python -m sglang.kdtree plan --model /data/Kimi-K2.6 --draft /data/Kimi-K2.6-DFlash --context 90000 "
+    "--accounting layer-scaled --mem-fraction-static 0.85": Run("98,209"),
     "python -m sglang.kdtree plan --model /data/Kimi-K2.6 --draft /data/Kimi-K2.6-DFlash --context 200000 "
     "--observed 0.93:195011": Run("195,011", codes=(1,)),
     "python -m sglang.kdtree plan --model /data/Kimi-K2.6 --draft /data/Kimi-K2.6-DFlash --context 200000 "
