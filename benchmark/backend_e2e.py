@@ -122,7 +122,7 @@ def all_runs() -> list[Run]:
         runs.append(Run(algorithm))
         runs += [Run(algorithm, backend="kdtree_sm120", mode=mode) for mode in ("on", "validate")]
     runs += [Run("STANDALONE", page=64), Run("STANDALONE", page=64, backend="kdtree_sm120", mode="on")]
-    for algorithm in ("plain", "DFLASH", "EAGLE-chain"):  # upstream mixes no chunks with the others, DDTREE refuses
+    for algorithm in ("plain", "DFLASH", "DDTREE", "EAGLE-chain"):  # upstream mixes none with STANDALONE and NGRAM
         runs.append(Run(algorithm, backend="kdtree_sm120", mode="on", kind="mixed"))
     runs += [Run(algorithm, backend="kdtree_sm120", mode="on", kind="split") for algorithm in ("plain", "DDTREE")]
     return runs

@@ -35,7 +35,11 @@ def test_trees_are_verified_by_the_backend_for_decoding(servers, expected):
     assert int(last[0]) > 0 and last[1] == "0"
 
 
-def test_decode_steps_take_part_in_chunks_of_a_prefill(servers, expected):
-    server = servers.get([*TARGET, *POOL, *SPLIT, "--enable-mixed-chunk", "--chunked-prefill-size", "16"])
+@pytest.mark.parametrize("algorithm", ["plain", "DDTREE"])
+def test_decode_steps_take_part_in_chunks_of_a_prefill(servers, expected, algorithm):
+    more = [*SPLIT]
+    if algorithm == "DDTREE":
+        more = ["--attention-backend", "kdtree_sm120", *speculative("DDTREE"), "--speculative-num-draft-tokens", "8"]
+    server = servers.get([*TARGET, *POOL, *more, "--enable-mixed-chunk", "--chunked-prefill-size", "16"])
     answer(server, expected)
     assert re.search(r"Prefill batch.*#running-req: [1-9]", server.log.read_text())

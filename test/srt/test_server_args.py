@@ -201,7 +201,6 @@ REFUSED = [
     (dict(enable_lora=True), "does not support LoRA"),
     (dict(enable_hierarchical_cache=True), "does not support --enable-hierarchical-cache"),
     (dict(enable_unified_memory=True), "does not support --enable-unified-memory"),
-    (dict(enable_mixed_chunk=True), "does not support --enable-mixed-chunk"),
     (dict(speculative_adaptive=True), "does not support --speculative-adaptive"),
     (dict(enable_return_hidden_states=True), "does not return hidden states"),
     (dict(return_hidden_states_mode="last"), "does not return hidden states"),
@@ -331,7 +330,7 @@ def test_the_algorithm_has_two_widths(monkeypatch):
 
 
 def test_the_algorithm_answers_all_that_upstream_asks():
-    """Every public method of upstream's enum exists, and DFLASH's answers are DDTREE's, but for mixed chunks."""
+    """Every public method of upstream's enum exists, and DFLASH's answers are DDTREE's."""
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     ddtree, dflash = SpeculativeAlgorithm.from_string("DDTREE"), SpeculativeAlgorithm.DFLASH
@@ -339,5 +338,4 @@ def test_the_algorithm_answers_all_that_upstream_asks():
     methods = {name for name in names if not name.startswith("_") and callable(getattr(dflash, name))}
     assert {name for name in methods if not hasattr(ddtree, name)} == {"from_string", "register"}
     predicates = {name for name in methods if name.startswith(("is_", "supports_", "has_", "carries_", "need_"))}
-    differ = {name for name in predicates if getattr(ddtree, name)() != getattr(dflash, name)()}
-    assert differ == {"supports_mixed_chunk"}
+    assert [name for name in predicates if getattr(ddtree, name)() != getattr(dflash, name)()] == []

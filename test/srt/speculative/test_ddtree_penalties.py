@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.penaltylib import (
     BatchedFrequencyPenalizer,
     BatchedMinNewTokensPenalizer,
@@ -15,7 +16,9 @@ from sglang.srt.sampling.penaltylib import (
     BatchedRepetitionPenalizer,
 )
 from sglang.srt.speculative.ddtree_penalties import DDTreeDraftInput, cumulate, forget_told, tell_penalizers
+from sglang.srt.speculative.ddtree_worker import DDTreeWorker
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 
 VOCAB = 12
@@ -92,6 +95,23 @@ def test_after_a_prefill_a_request_is_told_from_its_beginning():
     request.output_ids.append(4)
     tell_penalizers(again)
     torch.testing.assert_close(penalised(again)[0], one_at_a_time(request))
+
+
+def test_a_request_that_decodes_in_a_mixed_step_is_not_told_again(monkeypatch):
+    """It keeps its row, behind those whose prefill gives them a fresh one."""
+    monkeypatch.setattr(DFlashWorkerV2, "forward_batch_generation", lambda self, *batch: None)
+    worker = object.__new__(DDTreeWorker)
+    worker.report = SimpleNamespace(start=lambda reqs: None)
+    new, running = Request(frequency_penalty=0.5), Request(frequency_penalty=0.5)
+    batch = Batch([new, running])
+    running.output_ids = [4, 4, 7]
+    tell_penalizers(batch)
+    step = dict(forward_mode=ForwardMode.MIXED, is_extend_in_batch=True, reqs=[new, running], decoding_reqs=[running])
+    worker.forward_batch_generation(SimpleNamespace(**step))
+    new.output_ids, running.output_ids = [6], [4, 4, 7, 4]
+    tell_penalizers(batch)
+    torch.testing.assert_close(penalised(batch)[0], one_at_a_time(new))
+    torch.testing.assert_close(penalised(batch)[1], one_at_a_time(running))
 
 
 def test_without_penalties_nothing_is_done():

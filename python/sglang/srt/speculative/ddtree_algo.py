@@ -37,6 +37,9 @@ class DDTreeAlgo(CustomSpecAlgo):
     def supports_grammar_overlap(self) -> bool:
         return True
 
+    def supports_mixed_chunk(self) -> bool:
+        return True
+
     def carries_draft_hidden_states(self) -> bool:
         return False
 

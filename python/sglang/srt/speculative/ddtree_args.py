@@ -131,7 +131,6 @@ def refuse_unsupported(args: Any) -> None:
             "does not support --enable-hierarchical-cache",
         ),
         (args.enable_unified_memory, "does not support --enable-unified-memory"),
-        (args.enable_mixed_chunk, "does not support --enable-mixed-chunk"),
         (args.speculative_adaptive, "does not support --speculative-adaptive"),
         (
             args.enable_return_hidden_states

@@ -185,7 +185,8 @@ class DDTreeWorker(DFlashWorkerV2):
         mode = batch.forward_mode
         if mode.is_extend() or batch.is_extend_in_batch or mode.is_idle():
             self.report.start(batch.reqs)
-            forget_told(batch.reqs)
+            # Requests that decode in a mixed step come last, and keep their rows.
+            forget_told(batch.reqs[: len(batch.reqs) - len(batch.decoding_reqs or ())])
             return super().forward_batch_generation(
                 batch, on_publish, grammar_barrier, pp_proxy_tensors
             )
