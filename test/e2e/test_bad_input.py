@@ -35,6 +35,10 @@ WHILE_ARGUMENTS_ARE_RESOLVED = {
         "ValueError: DDTREE needs --speculative-num-draft-tokens of 2 at least (the root and a budget of one node), "
         "got 1.",
     ),
+    "a budget of nothing": (
+        [*TREE, "--speculative-ddtree-budget", "0"],
+        "ValueError: DDTREE needs --speculative-ddtree-budget between 2 and --speculative-num-draft-tokens, 128; got 0.",
+    ),
     "a tree smaller than the drafter's block": (
         [*TREE, NODES, "7"],
         "ValueError: DDTREE drafts into the slots of the tree: --speculative-num-draft-tokens is 7, and the drafter's "
