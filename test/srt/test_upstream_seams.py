@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from sglang.srt import server_args  # noqa: F401 - names the fork's algorithm, as in every process of a server
 from sglang.srt.mem_cache import allocation_sizing
 
 
