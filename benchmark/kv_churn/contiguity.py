@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
+import numpy as np
 
 BLOCK = 64
 
@@ -17,29 +17,28 @@ class Contiguity(NamedTuple):
     block_share: float  # Of the whole aligned 64-token blocks, those of one run.
 
 
-def measure(rows: torch.Tensor, lengths: torch.Tensor) -> Contiguity:
+def measure(rows: np.ndarray, lengths: np.ndarray) -> Contiguity:
     """``rows`` [n, width] holds slots, of which the first ``lengths`` [n] count."""
     width = int(lengths.max())
-    rows = rows[:, :width].to(torch.int64)
-    column = torch.arange(width)
+    rows = rows[:, :width]
+    column = np.arange(width)
     inside = column < lengths[:, None]
-    joined = torch.zeros_like(inside)
+    joined = np.zeros(rows.shape, dtype=bool)
     joined[:, 1:] = rows[:, 1:] == rows[:, :-1] + 1
     joined &= inside
-    runs = (inside & ~joined).sum(1)
-    # Tokens since the last break, by a running maximum over break positions.
-    last_break = torch.where(joined, 0, column).cummax(1).values
-    longest = int(torch.where(inside, column - last_break + 1, 0).max())
-    whole = lengths // BLOCK
-    blocks = width // BLOCK
+    starts = np.flatnonzero(inside & ~joined)
+    # Of each run: where it starts, and where the next one, or the tokens that do not count, begin.
+    ends = starts // width * width + lengths[starts // width]
+    ends[:-1] = np.minimum(ends[:-1], starts[1:])
+    whole, blocks = lengths // BLOCK, width // BLOCK
     share = 1.0
-    if int(whole.sum()):
+    if whole.sum():
         inner = joined[:, : blocks * BLOCK].reshape(len(rows), blocks, BLOCK)
-        one_run = inner[:, :, 1:].all(2) & (torch.arange(blocks) < whole[:, None])
+        one_run = inner[:, :, 1:].all(2) & (np.arange(blocks) < whole[:, None])
         share = float(one_run.sum() / whole.sum())
     return Contiguity(
-        float(runs.float().mean()),
-        float(1000 * runs.sum() / lengths.sum()),
-        longest,
+        len(starts) / len(rows),
+        float(1000 * len(starts) / lengths.sum()),
+        int((ends - starts).max()),
         share,
     )

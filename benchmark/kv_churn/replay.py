@@ -22,7 +22,7 @@ from itertools import islice
 import numpy as np
 import torch
 
-from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req, ReqKvInfo
 from sglang.srt.mem_cache.allocation import alloc_req_slots, alloc_token_slots
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.contiguous import ContiguousTokenAllocator
@@ -44,7 +44,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from .contiguity import measure
-from .traces import TraceRequest
+from .traces import MADE_AHEAD, TraceRequest
 
 MODES = ("upstream", "need_sort", "tier0", "tier1")
 # Kimi K2: 61 layers of 512 + 64 bf16 values.
@@ -53,11 +53,9 @@ BYTES_PER_SLOT = 61 * 576 * 2
 PROMISE = 0.7
 PREFILL_TOKENS = 8192
 _MIX, _ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(1)
-_SAMPLING = SamplingParams()
-
-
-# Requests that the trace makes at a time, so that few looks at the clock tell its time from the replay's.
-MADE_AHEAD = 512
+# Of so many steps the defragmenter's time is taken in one, and looking at the clock is not half of it. Has no
+# factor in common with the steps between two plans.
+TIMED_EVERY = 7
 
 
 class Stopwatch:
@@ -72,6 +70,27 @@ class Stopwatch:
 
     def __exit__(self, *error) -> None:
         self.seconds += time.process_time()
+
+
+class Requests:
+    """Makes the server's requests, by copying one: the constructor sets over a hundred fields, of which a replay
+    changes those below."""
+
+    def __init__(self):
+        self.plain = vars(Req("", "", array("q"), SamplingParams()))
+
+    def make(self, rid: str, prompt: array) -> Req:
+        req = Req.__new__(Req)
+        vars(req).update(
+            self.plain,
+            rid=rid,
+            origin_input_ids=prompt,
+            origin_input_ids_unpadded=prompt,
+            output_ids=array("q"),
+            full_untruncated_fill_ids=array("q"),
+            kv=ReqKvInfo(),
+        )
+        return req
 
 
 def fingerprints(tokens: array) -> np.ndarray:
@@ -138,13 +157,13 @@ class _Work:
 
     __slots__ = ("req", "answer", "prints", "seen", "ends", "place")
 
-    def __init__(self, index: int, trace: TraceRequest):
-        self.req = Req(str(index), "", trace.prompt, _SAMPLING)
+    def __init__(self, req: Req, trace: TraceRequest):
+        self.req = req
         self.answer = trace.answer
         self.prints = fingerprints(trace.prompt + trace.answer)
         self.seen = 0  # Decode steps of the replay that ``req`` knows of.
         self.ends = 0  # The decode step that gives it its last token.
-        self.place = 0  # In ``Replay.places``, less the decode steps so far: its next token.
+        self.place = 0  # In ``Replay.places``: where the first token goes that it decodes.
 
     def remaining(self) -> int:
         """Tokens to come, of a request that is up to date."""
@@ -203,9 +222,12 @@ class Replay:
         self.places = self.table.reshape(-1)
         self.prints = np.zeros(self.table.shape, dtype=np.int64)  # Of all tokens of the requests in the rows.
         self.flat_prints = self.prints.reshape(-1)
-        self.next_at = np.empty(0, dtype=np.int64)  # In ``places``: the next token of each.
+        # Of each running request: where in ``places`` its next token goes, and the decode step that ends it.
+        self.next_at = self.ends = np.empty(0, dtype=np.int64)
         self.decoded = 0  # Decode steps so far.
-        self.next_end = 0  # The step that ends one of the running requests.
+        self.next_end = 0  # The first of ``ends``.
+        self.blocked = False  # The first one that waits does not fit, until a request ends.
+        self.requests = Requests()
         self.metrics = DefragMetrics(None)
         self.defragmenter = self._build_defragmenter(mode, budget_bytes)
         self.defragments = not isinstance(self.defragmenter, NoDefragmenter)
@@ -265,7 +287,7 @@ class Replay:
         step = largest = 0
         while coming or self.waiting or self.running:
             while coming and coming.arrival <= step:
-                self.waiting.append(_Work(total.requests, coming))
+                self.waiting.append(_Work(self.requests.make(str(total.requests), coming.prompt), coming))
                 total.requests += 1
                 coming = next(trace, None)
             admitted = self._prefill()
@@ -273,14 +295,16 @@ class Replay:
                 self._decode()
             if self.defragments:
                 moved = self.metrics.bytes_moved_total
-                began = time.process_time()
+                timed = step % TIMED_EVERY == 0
+                began = timed and time.process_time()
                 self.defragmenter.after_batch()
                 if not self.running and not admitted and not self.waiting:
                     self.defragmenter.on_idle()
-                total.defrag_cpu_seconds += time.process_time() - began
+                if timed:
+                    total.defrag_cpu_seconds += TIMED_EVERY * (time.process_time() - began)
                 largest = max(largest, self.metrics.bytes_moved_total - moved)
             if admitted:
-                self._set_running(self.running + admitted)
+                self._join(admitted)
             if self.running and step % self.sample_every == 0:
                 self._sample(series, step)
             step += 1
@@ -294,10 +318,10 @@ class Replay:
 
     def _prefill(self) -> list[_Work]:
         """Admit what fits, allocate all of it at once as a server does."""
-        if not self.waiting or len(self.running) >= self.max_running:
+        if not self.waiting or self.blocked or len(self.running) >= self.max_running:
             return []
         self.allocator.create_prefill_budget(self.tree)
-        promised = (sum([work.ends for work in self.running]) - self.decoded * len(self.running)) * PROMISE
+        promised = (int(self.ends.sum()) - self.decoded * len(self.running)) * PROMISE
         batch, need = [], 0
         while self.waiting and len(self.running) + len(batch) < self.max_running:
             work = self.waiting[0]
@@ -314,6 +338,8 @@ class Replay:
             if too_long or need + own + promise + promised > room:
                 self.tree.unlock(req.lock)
                 req.lock = None
+                # A decode step takes more room than it keeps of its promises: asking again is of no use.
+                self.blocked = not batch
                 break
             promised += promise
             need += own
@@ -342,8 +368,9 @@ class Replay:
             work.answer_one()
             work.seen = self.decoded
             work.ends = self.decoded + work.remaining()
-            work.place = index * self.table.shape[1] + end - self.decoded
-        return self._finish(batch)
+            work.place = index * self.table.shape[1] + end
+        self._finish([work for work in batch if work.ends <= self.decoded])
+        return [work for work in batch if work.ends > self.decoded]
 
     def _decode(self) -> None:
         while not self.allocator.check_decode_capacity(
@@ -359,13 +386,15 @@ class Replay:
         self.decoded += 1
         self.total.generated_tokens += len(self.running)
         if self.decoded >= self.next_end:
-            self._set_running(self._finish(self.running))
+            stay = self.ends > self.decoded
+            self._finish([self.running[index] for index in np.flatnonzero(~stay).tolist()])
+            self._keep(stay)
 
-    def _finish(self, batch: list[_Work]) -> list[_Work]:
-        """Release the requests that have their last token; the others are returned."""
-        done = [work for work in batch if work.ends <= self.decoded]
+    def _finish(self, done: list[_Work]) -> None:
+        """Release requests that have their last token."""
         if not done:
-            return batch
+            return
+        self.blocked = False
         self.allocator.free_group_begin()
         for work in done:
             work.catch_up(self.decoded)
@@ -373,7 +402,6 @@ class Replay:
             work.req.finished_reason = FINISH_LENGTH(length=len(work.answer))
             release_kv_cache(work.req, self.tree, checkpoint=True)
         self.allocator.free_group_end()
-        return [work for work in batch if work.ends > self.decoded]
 
     def _retract(self) -> None:
         """The youngest request starts over; its answer so far becomes prompt."""
@@ -382,15 +410,23 @@ class Replay:
         release_kv_cache(work.req, self.tree, checkpoint=True)
         work.req.reset_for_retract()
         self.waiting.appendleft(work)
+        self.blocked = False
         self.total.retractions += 1
-        self._set_running(self.running[:-1])
+        self._keep(np.arange(len(self.running)) < len(self.running) - 1)
 
-    def _set_running(self, running: list[_Work]) -> None:
-        self.running = running
-        self.running_reqs = [work.req for work in running]
-        self.next_end = min([work.ends for work in running], default=0)
-        self.next_at = np.array([work.place for work in running], dtype=np.int64)
-        self.next_at += self.decoded
+    def _join(self, admitted: list[_Work]) -> None:
+        self.running += admitted
+        self.running_reqs += [work.req for work in admitted]
+        self.next_at = np.concatenate((self.next_at, [work.place for work in admitted]))
+        self.ends = np.concatenate((self.ends, [work.ends for work in admitted]))
+        self.next_end = int(self.ends.min())
+
+    def _keep(self, stay: np.ndarray) -> None:
+        """Of the running requests those that ``stay``, bool [running]."""
+        for index in np.flatnonzero(~stay)[::-1].tolist():
+            del self.running[index], self.running_reqs[index]
+        self.next_at, self.ends = self.next_at[stay], self.ends[stay]
+        self.next_end = int(self.ends.min(initial=2**62))
 
     def _up_to_date(self) -> list[Req]:
         for work in self.running:
@@ -401,7 +437,7 @@ class Replay:
 
     def _sample(self, series: Series, step: int) -> None:
         rows, lengths = np.divmod(self.next_at, self.table.shape[1])
-        now = measure(self.rows.req_to_token[torch.from_numpy(rows)], torch.from_numpy(lengths))
+        now = measure(self.table[rows, : lengths.max()], lengths)
         series.step.append(step)
         series.runs_per_request.append(round(now.runs_per_request, 2))
         series.runs_per_1k_tokens.append(round(now.runs_per_1k_tokens, 2))

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 MOONCAKE_BLOCK = 512  # Tokens that one entry of ``hash_ids`` stands for.
+# Requests drawn at a time: a call of numpy's for one number takes as long as for a thousand.
+MADE_AHEAD = 512
 
 
 class TraceRequest(NamedTuple):
@@ -59,35 +61,42 @@ MIXES = {
 def synthetic(mix: Mix, *, count: int, max_running: int, seed: int | tuple[int, ...]) -> Iterator[TraceRequest]:
     rng = np.random.default_rng(seed)
     rate = mix.load * max_running / mix.answer_mean
-    prefixes = rng.integers(1 << 40, size=(mix.num_prefixes, mix.shared_prefix))
+    prefixes = [
+        array("q", tokens.tobytes()) for tokens in rng.integers(1 << 40, size=(mix.num_prefixes, mix.shared_prefix))
+    ]
     conversations: list[array] = []
     now = 0.0
-    for index in range(count):
-        if index % mix.burst == 0:
-            now += rng.exponential(mix.burst / rate)
-        if rng.random() < mix.long_share:
-            own = int(rng.integers(*mix.long_range))
-        else:
-            own = int(rng.geometric(1 / mix.prompt_mean))
-        fresh = rng.integers(1 << 40, size=own)
-        if conversations and rng.random() < mix.follow_up:
-            slot = int(rng.integers(len(conversations)))
-            prompt = conversations[slot] + array("q", fresh.tobytes())
-        else:
-            slot = None
-            head = prefixes[rng.integers(mix.num_prefixes)]
-            prompt = array("q", head.tobytes()) + array("q", fresh.tobytes())
-        size = int(np.clip(rng.geometric(1 / mix.answer_mean), 2, 8 * mix.answer_mean))
-        answer = array("q", rng.integers(1 << 40, size=size).tobytes())
-        if mix.follow_up:
-            said = prompt + answer
-            if len(said) > 2048 and slot is not None:
-                del conversations[slot]
-            elif slot is not None:
-                conversations[slot] = said
-            elif len(conversations) < 256:
-                conversations.append(said)
-        yield TraceRequest(now, prompt, answer)
+    for begin in range(0, count, MADE_AHEAD):
+        n = min(MADE_AHEAD, count - begin)
+        gaps = rng.exponential(mix.burst / rate, size=n)
+        gaps[(begin + np.arange(n)) % mix.burst != 0] = 0
+        arrivals = now + gaps.cumsum()
+        now = arrivals[-1]
+        own = rng.geometric(1 / mix.prompt_mean, size=n)
+        long = rng.random(n) < mix.long_share
+        own[long] = rng.integers(*mix.long_range, size=long.sum())
+        sizes = rng.geometric(1 / mix.answer_mean, size=n).clip(2, 8 * mix.answer_mean)
+        follows = rng.random(n) < mix.follow_up
+        which = rng.random(n)
+        heads = rng.integers(mix.num_prefixes, size=n)
+        tokens = array("q", rng.integers(1 << 40, size=(own + sizes).sum()).tobytes())
+        at = 0
+        for arrival, length, size, follow, where, head in zip(
+            *(values.tolist() for values in (arrivals, own, sizes, follows, which, heads)), strict=True
+        ):
+            fresh, answer = tokens[at : at + length], tokens[at + length : at + length + size]
+            at += length + size
+            slot = int(where * len(conversations)) if conversations and follow else None
+            prompt = (prefixes[head] if slot is None else conversations[slot]) + fresh
+            if mix.follow_up:
+                said = prompt + answer
+                if len(said) > 2048 and slot is not None:
+                    del conversations[slot]
+                elif slot is not None:
+                    conversations[slot] = said
+                elif len(conversations) < 256:
+                    conversations.append(said)
+            yield TraceRequest(arrival, prompt, answer)
 
 
 def mooncake(

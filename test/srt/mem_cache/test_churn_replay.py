@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 
@@ -143,11 +144,11 @@ def test_a_bad_trace_is_named_by_its_line(tmp_path, line, shrink, message):
 def test_contiguity_is_counted_right():
     from kv_churn.contiguity import measure
 
-    rows = torch.zeros((2, 140), dtype=torch.int32)
-    rows[0, :128] = torch.arange(1, 129)
-    rows[1, :130] = torch.arange(200, 460, 2)
-    rows[1, :64] = torch.arange(600, 664)
-    got = measure(rows, torch.tensor([128, 130]))
+    rows = np.zeros((2, 140), dtype=np.int32)
+    rows[0, :128] = np.arange(1, 129)
+    rows[1, :130] = np.arange(200, 460, 2)
+    rows[1, :64] = np.arange(600, 664)
+    got = measure(rows, np.array([128, 130]))
     assert got.runs_per_request == (1 + 1 + 66) / 2
     assert got.longest_run == 128
     assert got.block_share == 3 / 4
