@@ -17,8 +17,11 @@ import msgspec
 
 # A tree has to promise this much more before a step is verified differently.
 HYSTERESIS = 1.01
+# A tree's cost was measured once, and errs: it counts for as much more as it differs
+# from the chain's, up to this share of the chain's.
+COST_DOUBT = 0.02
 # Weight of what was known before a step, for a request's curve and for the calibration.
-CURVE_MEMORY = 0.5
+CURVE_MEMORY = 0.8
 CALIBRATION_MEMORY = 0.97
 # Drafts per step that a calibration has seen before the first step.
 CALIBRATION_PRIOR = 4.0
@@ -145,12 +148,18 @@ def choose_option(tokens: Sequence[float], costs: Sequence[float], current: int)
 
     tokens and costs are what each option promises for the whole batch; option 0 is the
     chain, which wins a tie. The current one stays unless another is HYSTERESIS better,
-    or, of a tree, the chain is as good.
+    or, of a tree, the chain is as good. Differences in cost are doubted: COST_DOUBT.
     """
-    rates = [t / c for t, c in zip(tokens, costs, strict=True)]
+    rates = [t / c for t, c in zip(tokens, doubted(costs), strict=True)]
     best = max(range(len(rates)), key=lambda i: (rates[i], -i))
     stays = rates[current] * HYSTERESIS >= rates[best]
     return current if stays and (current == 0 or rates[current] > rates[0]) else best
+
+
+def doubted(costs: Sequence[float]) -> List[float]:
+    """costs, the first one the chain's, as far as they are believed."""
+    chain, most = costs[0], COST_DOUBT * costs[0]
+    return [cost + min(abs(cost - chain), most) for cost in costs]
 
 
 class Calibration:
