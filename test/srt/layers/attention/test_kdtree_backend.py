@@ -22,6 +22,7 @@ from sglang.srt.layers.attention import (
     kdtree_torch_backend,
     kdtree_verify,
 )
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.kdtree_metadata import full_mask, full_mask_indptr
 from sglang.srt.layers.attention.kdtree_torch_backend import KDTreeVerifyBackend
 from sglang.srt.layers.attention.kdtree_verify import VerifyErrors
@@ -382,6 +383,10 @@ def test_a_layer_hands_over_parts_only_where_the_kernel_takes_them(settings, mon
     assert name_of(served) == kdtree_backend.IN_PARTS
     assert kdtree_backend.IN_PARTS in upstream_lists.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
     assert name_of(other) == name_of(served, make_layer(NUM_HEADS + 1, 1, 576, 512)) == "kdtree_sm120"
+    ours, backend = backend, object.__new__(HybridAttnBackend)
+    backend.prefill_backend, backend.decode_backend, backend.spec_attn_is_decode = SimpleNamespace(), ours, True
+    assert name_of(served) == kdtree_backend.IN_PARTS and name_of(other) == "kdtree_sm120"
+    backend = ours
     backend.mode = "validate"  # the stock kernel wants them joined
     assert name_of(served) == "kdtree_sm120"
     case.runner.model_config.hf_text_config = SimpleNamespace(llama_4_scaling={"beta": 0.1})

@@ -17,6 +17,7 @@ from sgl_kernel_sm120.attention import MAX_B
 
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.kdtree_registry import check_model, check_page_size
 from sglang.srt.layers.attention.kdtree_serving import KDTreeServing
 from sglang.srt.layers.attention.kdtree_verify import KV_DTYPES
@@ -163,6 +164,8 @@ def register_handler(handler) -> None:
 
     def handle(attn, forward_batch) -> AttnForwardMethod:
         backend = get_attn_backend()
+        if isinstance(backend, HybridAttnBackend):
+            backend = backend._select_backend(forward_batch.forward_mode)
         if isinstance(backend, KDTreeServing) and backend.takes_parts(
             attn.attn_mqa, forward_batch
         ):
