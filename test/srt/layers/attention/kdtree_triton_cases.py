@@ -101,7 +101,8 @@ def make_runner(
     pool.values = pool.keys[..., :512]
     config = SimpleNamespace(
         attention_arch=AttentionArch.MLA, context_len=context, head_dim=576, v_head_dim=512, swa_v_head_dim=512,
-        hf_config=SimpleNamespace(architectures=["DeepseekV3ForCausalLM"]), qk_nope_head_dim=128, qk_rope_head_dim=64, kv_lora_rank=512, is_encoder_decoder=False,
+        hf_config=SimpleNamespace(architectures=["DeepseekV3ForCausalLM"]),
+        qk_nope_head_dim=128, qk_rope_head_dim=64, kv_lora_rank=512, is_encoder_decoder=False,
         get_max_num_attention_heads=lambda: heads, get_num_kv_heads=lambda *a: 1,
     )  # fmt: skip
     pool_of_rows = SimpleNamespace(size=requests, req_to_token=table)
