@@ -271,6 +271,15 @@ def ddtree_build(data: dict) -> str:
     return markdown(["b", "N", "K", "depth", "us"], rows)
 
 
+def candidates(data: dict) -> str:
+    """us of choosing a draft's tokens, by batch and vocabulary"""
+    arms, found = ("ours", "torch", "argmax"), {}
+    for r in data["rows"]:
+        found.setdefault((r["vocab"], r["bs"]), {})[r["arm"]] = f"{r['us_p50']:,.0f}"
+    rows = [[f"{vocab:,}", str(bs), *(us[arm] for arm in arms)] for (vocab, bs), us in found.items()]
+    return markdown(["vocabulary", "b", "the best 31", "torch's topk and logsumexp", "argmax alone"], rows)
+
+
 def _experiments(name: str) -> Callable[[dict], str]:
     return lambda data: markdown(*verify_experiments.TABLES[name](data))
 
@@ -373,6 +382,7 @@ OPTIONAL_TABLES: dict[str, Callable[[dict], str]] = {
         )
     },
     "expert_tiles": expert_tiles,
+    "candidates": candidates,
     **{f"acceptance_{make.__name__}": make for make in ENGINE_TABLES},
     "two_ranks_header": two_ranks_header,
     **{f"two_ranks_{part}": _two_ranks(part) for part in two_ranks_results.ROW_KEYS},
@@ -387,7 +397,7 @@ LOADERS = {
     acceptance_results.ENGINE_FORMAT: acceptance_results.load_engine,
     two_ranks_results.FORMAT: two_ranks_results.load,
     verify_experiments.FORMAT: verify_experiments.load,
-    "ddtree-1": lambda path: json.loads(path.read_text()),
+    **dict.fromkeys(("ddtree-1", "candidates-1"), lambda path: json.loads(path.read_text())),
 }
 
 

@@ -2,14 +2,20 @@
 """Nothing of a DDTREE step reads a tensor back to the host, where on a GPU the scheduler would wait for it.
 
 Every torch operator of the step is watched while it runs on the CPU; the operators of sgl_kernel_sm120, which are not
-torch's on a GPU, are not. On a GPU torch itself watches, in its sync debug mode.
+torch's on a GPU, are not. On a GPU torch itself watches, in its sync debug mode: there also whole steps of a server,
+with its graphs, its scheduler and the attention backend.
 """
 
 import contextlib
+import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import requests
 import torch
+from e2e.servers import MODELS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sgl_kernel_sm120
@@ -25,6 +31,8 @@ from sglang.srt.speculative.ddtree_worker import DDTreeWorker
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 BATCH, NODES, DEPTH, RANKS, VOCAB, HIDDEN = 2, 8, 3, 4, 32, 16
+
+PLUGIN = Path(__file__).parents[2] / "e2e" / "sync_plugin" / "no_host_sync.py"
 
 # A value, or a shape that depends on values.
 READ_BACK = (
@@ -180,3 +188,30 @@ def test_a_step(device, greedy, layout, option, learns):
             row = request * (DEPTH + 1) + column
             assert int(worker.written["target_hidden"][row, 0]) == request * nodes + node
     assert worker.written["positions"].view(BATCH, -1).tolist() == [[5, 6, 7, 8], [2, 3, 4, 5]]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("budget", ["16", "auto"])
+def test_steps_of_a_server(tmp_path, budget):
+    """Greedy and sampled requests, more than run at once, so that others join and leave between the steps."""
+    from e2e.plugins import plugin_environment
+    from srt.mem_cache.test_defrag_gpu import GREEDY, Case, Server
+
+    entries = json.loads((MODELS / "expected_steps.json").read_text())["entries"][:20]
+    plugins = tmp_path / "plugins"
+    plugins.mkdir()
+    case = Case(["--speculative-ddtree-budget", budget], plugin_environment(plugins, PLUGIN))
+    with Server(case, tmp_path / "server.log") as server:
+        for parameters in (GREEDY, GREEDY | {"temperature": 0.8, "top_p": 0.95, "top_k": 40}):
+            texts = [entry["prompt"] for entry in entries]
+            response = requests.post(
+                f"{server.url}/generate", json={"text": texts, "sampling_params": parameters}, timeout=120
+            )
+            assert response.status_code == 200, response.text + server.log.read_text()[-6000:]
+            assert {len(answer["output_ids"]) for answer in response.json()} == {GREEDY["max_new_tokens"]}
+        log = server.log.read_text()
+    watched = dict.fromkeys(("greedy", "sampled"), 0)
+    for number, kind in re.findall(r"no host sync in step (\d+) \((\w+)\)", log):
+        watched[kind] = int(number)
+    assert min(watched.values()) >= 32, watched
