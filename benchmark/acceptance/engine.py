@@ -240,6 +240,10 @@ def rows_of_file(found: dict) -> list[dict]:
             "tok_s": [round(speed, 1) for speed in speeds],
             "step_ms": [round(ms, 4) for ms in quantiles(step_ms)],
             "least_step_ms": round(least_step_ms(rounds), 4),
+            "batch_step_ms": [
+                [round(1e3 * s / n, 3) for s, n in zip(told["batch_seconds"], told["batch_steps"], strict=True)]
+                for told in rounds
+            ],
         }  # fmt: skip
         for base in ("dflash", "chain"):
             if base != name and (others := found.get((base, temperature, kind, size))):
