@@ -47,13 +47,22 @@ def in_short_runs(units, block):
     return int(lengths[lengths < block].sum())
 
 
-@given(pools(), st.integers(2, 6), st.integers(1, 60))
+def reached(block, free):
+    """What a plan takes for a block: of this, its half and its quarter the first that a free run holds."""
+    longest = max((run.length for run in free_runs(free)), default=0)
+    return next((b for b in (block, block // 2, block // 4) if 1 < b <= longest), block)
+
+
+@given(pools(), st.integers(2, 9), st.integers(1, 60))
 @settings(max_examples=300, deadline=None)
 def test_moves_lose_nothing_and_leave_fewer_short_runs(pool, block, budget):
     first, second, free, shared = pool
     rows = [row(first, key=0), row(second, key=1)]
     plan = make_plan(rows, free_runs(free), block=block, max_units=budget)
     assert plan == make_plan(rows, free_runs(free), block=block, max_units=budget)
+    if reached(block, free) < block:
+        assert plan.settled == make_plan(rows, [], block=block, max_units=budget).settled
+    block = reached(block, free)
 
     where = {unit: unit for unit in first + second}
     targets = []
@@ -76,23 +85,28 @@ def test_moves_lose_nothing_and_leave_fewer_short_runs(pool, block, budget):
             assert after <= before - moved
 
 
-@given(pools(), st.integers(2, 6))
+@given(pools(), st.integers(2, 9))
 @settings(max_examples=200, deadline=None)
 def test_a_second_plan_has_nothing_to_do(pool, block):
+    """Unless what is left of the free runs is too short, and half a block has to do from then on."""
     first, _, free, _ = pool
-    plan = make_plan([row(first)], free_runs(free), block=block, max_units=1000)
     units = np.array(first, dtype=np.int64)
-    gone = set()
-    for move in plan.moves:
-        n = move.hi - move.lo
-        taken = free[move.position : move.position + n]
-        gone |= set(taken) - set(units.tolist())
-        units[move.lo : move.hi] = taken
-    settled = plan.settled[0]
-    rest = row(units[settled:], first=settled, before=int(units[settled - 1]) if settled else -1)
-    left = [unit for unit in free if unit not in gone]
-    again = make_plan([rest], free_runs(left), block=block, max_units=1000)
-    assert not again.moves
+    settled, last = 0, block + 1
+    for _ in range(4):
+        rest = row(units[settled:], first=settled, before=int(units[settled - 1]) if settled else -1)
+        plan = make_plan([rest], free_runs(free), block=block, max_units=1000)
+        if not plan.moves:
+            return
+        assert reached(block, free) < last
+        last = reached(block, free)
+        gone = set()
+        for move in plan.moves:
+            taken = free[move.position : move.position + move.hi - move.lo]
+            gone |= set(taken)
+            units[move.lo : move.hi] = taken
+        free = [unit for unit in free if unit not in gone]
+        settled = plan.settled[0]
+    raise AssertionError("plans do not come to an end")
 
 
 def test_nothing_is_moved_where_nothing_is_fragmented():
@@ -135,6 +149,18 @@ def test_a_span_is_split_over_runs_when_none_holds_it():
     assert [(m.lo, m.hi, m.position) for m in plan.moves] == [(0, 8, 0), (8, 14, 8)]
     # Five units are left that no run of a block takes: they are looked at again.
     assert plan.settled == {0: 14}
+
+
+def test_where_no_free_run_holds_a_block_half_of_one_has_to_do():
+    """And the row is looked at again: a whole block may be free by then."""
+    units = [*range(2, 26, 2), *range(40, 45), *range(60, 68)]
+    free = [FreeRun(0, 100, 5), FreeRun(5, 200, 4), FreeRun(9, 300, 3)]
+    plan = make_plan([row(units)], free, block=8, max_units=99)
+    assert [(m.lo, m.hi, m.position) for m in plan.moves] == [(0, 5, 0), (5, 9, 5)]
+    assert plan.settled == {0: 0}
+    assert make_plan([row(units)], [FreeRun(0, 300, 1)], block=8, max_units=99).moves == []
+    # A run of half a block stays where another is free.
+    assert make_plan([row(range(10, 14))], free, block=8, max_units=99).moves == []
 
 
 def test_a_shared_prefix_is_moved_once():

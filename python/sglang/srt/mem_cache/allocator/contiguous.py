@@ -292,6 +292,7 @@ class _OverFreeRuns:
     def __init__(self, *args, device: str, **kwargs):
         self.runs = FreeRuns(device=device)
         self._prefill_is_next = False
+        self._decode_reqs: Optional[Sequence] = None
         super().__init__(*args, device=device, **kwargs)
 
     @property
@@ -311,7 +312,7 @@ class _OverFreeRuns:
         return self.runs.all()
 
     def create_prefill_budget(self, tree_cache, *, num_mixed_decode_tokens=0):
-        self._prefill_is_next = True
+        self._prefill_is_next, self._decode_reqs = True, None
         return super().create_prefill_budget(
             tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens
         )
@@ -346,7 +347,6 @@ class ContiguousTokenAllocator(_OverFreeRuns, TokenToKVPoolAllocator):
     """``TokenToKVPoolAllocator`` over ``FreeRuns``: page size 1."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: str, kvcache):
-        self._decode_reqs: Optional[Sequence] = None
         super().__init__(size, dtype, device=device, kvcache=kvcache, need_sort=False)
 
     def clear(self) -> None:
@@ -355,12 +355,6 @@ class ContiguousTokenAllocator(_OverFreeRuns, TokenToKVPoolAllocator):
 
     def merge_and_sort_free(self) -> None:
         self.runs.rearrange()
-
-    def create_prefill_budget(self, tree_cache, *, num_mixed_decode_tokens=0):
-        self._decode_reqs = None
-        return super().create_prefill_budget(
-            tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens
-        )
 
     def check_decode_capacity(
         self, *, num_tokens: int, tree_cache, requests=None, spec_algorithm=None

@@ -11,8 +11,6 @@ from typing import NamedTuple, Optional, Sequence
 
 import numpy as np
 
-from sglang.srt.mem_cache.defrag.host_runs import run_bounds
-
 
 class Row(NamedTuple):
     """Units [first, first + len(units)) of one request's row."""
@@ -54,8 +52,11 @@ def short_spans(rows: Sequence[Row], *, block: int) -> list[tuple[int, int, int]
     sizes = np.array([len(row.units) for row in rows])
     begins = sizes.cumsum() - sizes
     units = np.concatenate([row.units for row in rows])
-    bounds = np.union1d(run_bounds(units), begins)
     at = begins[sizes > 0]
+    starts = np.ones(len(units), dtype=bool)
+    starts[1:] = units[1:] != units[:-1] + 1
+    starts[at] = True
+    bounds = np.append(np.flatnonzero(starts), len(units))
     short = bounds[1:] - bounds[:-1] < block
     first = np.searchsorted(bounds, at)  # Of each row that has units, its first run.
     before = np.array([row.before for row in rows])[sizes > 0]
@@ -75,8 +76,9 @@ def _parts_left(lo: int, hi: int, planned: np.ndarray) -> list[tuple[int, int]]:
     request moves those."""
     if not planned.any():
         return [(lo, hi)]
-    edges = lo + np.flatnonzero(np.diff(planned, prepend=True, append=True))
-    return list(zip(edges[::2].tolist(), edges[1::2].tolist()))
+    edges = (lo + 1 + np.flatnonzero(planned[1:] != planned[:-1])).tolist()
+    edges = [lo] * (not planned[0]) + edges + [hi] * (not planned[-1])
+    return list(zip(edges[::2], edges[1::2]))
 
 
 class _Targets:
@@ -90,33 +92,33 @@ class _Targets:
         table = np.array(runs, dtype=np.int64).reshape(-1, 3)
         self.position, self.start, self.length = table[table[:, 2] > 0].T.copy()
         self.front = int(self.position.argmin()) if len(self.position) else -1
+        self.longest = int(self.length.max(initial=0))
 
     def take(self, *, need: int, after: int, block: int) -> Optional[FreeRun]:
-        """A target of at most ``need`` units and at least ``block``: the run right
-        behind unit ``after``, else the shortest that holds all, else the longest."""
-        index = self._choose(need, after, block)
-        if index is None:
+        """A target of at most ``need`` units and at least ``block`` <= ``need``: the run
+        right behind unit ``after``, else the shortest that holds all, else the longest."""
+        if self.longest < block:
             return None
-        size = min(need, int(self.length[index]))
+        length = self.length
+        behind = (self.start == after + 1) & (length >= block)
+        behind[self.front] = False
+        # Of equals the first.
+        if behind.any():
+            index = int(behind.argmax())
+        elif need <= self.longest:
+            index = int(np.where(length < need, need + self.longest, length).argmin())
+        else:
+            index = int(length.argmax())
+        size = min(need, int(length[index]))
         position, start = int(self.position[index]), int(self.start[index])
-        self.length[index] -= size
+        length[index] -= size
+        self.longest = int(length.max())
         if index == self.front:
-            rest = int(self.length[index])
+            rest = int(length[index])
             return FreeRun(position + rest, start + rest, size)
         self.position[index] += size
         self.start[index] += size
         return FreeRun(position, start, size)
-
-    def _choose(self, need: int, after: int, block: int) -> Optional[int]:
-        length = self.length
-        if not len(length) or length.max() < block:
-            return None
-        for behind in np.flatnonzero(self.start == after + 1):
-            if behind != self.front and length[behind] >= block:
-                return int(behind)
-        fits = np.flatnonzero(length >= max(need, block))
-        # Of equals the first, both times.
-        return int(fits[length[fits].argmin()] if len(fits) else length.argmax())
 
 
 def make_plan(
@@ -125,10 +127,16 @@ def make_plan(
     """Moves that turn spans of short runs into runs of at least ``block`` units.
 
     A span shorter than ``block`` stays: at the end of a row it is still growing,
-    inside a row no move makes a block of it. At most ``max_units`` are moved. ``free``
-    may be an int64 array [n, 3] of the runs' fields.
+    inside a row no move makes a block of it. Where no free run holds a block, half or a
+    quarter of one has to do, and what is settled is what would be without free runs. At
+    most ``max_units`` are moved. ``free`` may be an int64 array [n, 3] of the runs' fields.
     """
     targets = _Targets(free)
+    smaller = [b for b in (block // 2, block // 4) if 1 < b <= targets.longest < block]
+    if smaller:
+        settled = make_plan(rows, [], block=block, max_units=0).settled
+        moves = make_plan(rows, free, block=smaller[0], max_units=max_units).moves
+        return Plan(moves, settled)
     moves: list[Move] = []
     settled = {row.key: row.first + len(row.units) for row in rows}
     highest = np.concatenate([row.units for row in rows]).max(initial=0)
