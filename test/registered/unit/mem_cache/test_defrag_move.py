@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.defrag.host_runs import run_bounds
 from sglang.srt.mem_cache.defrag.mover import SlotMover
-from sglang.srt.mem_cache.defrag.planner import FreeRun, Row, make_plan, run_bounds
+from sglang.srt.mem_cache.defrag.planner import FreeRun, Row, make_plan
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.test.test_utils import CustomTestCase
 
