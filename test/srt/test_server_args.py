@@ -296,6 +296,25 @@ def test_kdtree_refuses_before_a_model_is_loaded(make_args, flag, fields, messag
         resolve_all("kdtree_sm120")
 
 
+@pytest.mark.parametrize("algorithm", [None, "DFLASH", "DDTREE"])
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+@pytest.mark.parametrize("ours", ["prefill", "decode"])
+def test_a_split_that_leaves_kdtree_nothing_to_serve_is_refused(make_args, ours, mode, algorithm):
+    split = {f"{phase}_attention_backend": "torch_reference" for phase in ("prefill", "decode")}
+    fields = split | {f"{ours}_attention_backend": "kdtree_sm120", "speculative_attention_mode": mode}
+    if algorithm is None:
+        fields["speculative_draft_model_path"] = None
+    args = make_args(**fields, speculative_algorithm=algorithm, skip_tokenizer_init=True, dtype="float32")
+    if ours == (mode if algorithm else "decode"):
+        args.resolve_once()
+        return
+    with pytest.raises(ValueError, match="kdtree_sm120 would (serve nothing|verify no draft)") as refusal:
+        args.resolve_once()
+    message = str(refusal.value)
+    assert ("--attention-backend kdtree_sm120" in message) and ("--decode-attention-backend kdtree_sm120" in message)
+    assert ("--speculative-attention-mode decode" in message) == (algorithm is not None)
+
+
 def test_ddtree_on_a_cpu_refuses_the_platform_of_a_gpu(make_args, monkeypatch):
     """Engine(device="cpu") in a process that found a GPU."""
     from sglang.srt import platforms

@@ -41,17 +41,10 @@ N = len(TREE)
 @pytest.fixture
 def settings(monkeypatch):
     """The published configuration that the backend reads."""
-    kernel = SimpleNamespace(
-        kdtree_verify="on", attention_backend="kdtree_sm120", prefill_attention_backend=None,
-        decode_attention_backend=None, kdtree_dump_dir=None,
-    )  # fmt: skip
     values = SimpleNamespace(
-        kernel=kernel,
+        kernel=SimpleNamespace(kdtree_verify="on", kdtree_dump_dir=None),
         schedule=SimpleNamespace(page_size=1),
-        spec=SimpleNamespace(
-            speculative_num_draft_tokens=N, speculative_algorithm="DDTREE", speculative_attention_mode="prefill"
-        ),
-        backends=("kdtree_sm120", "kdtree_sm120"),
+        spec=SimpleNamespace(speculative_num_draft_tokens=N, speculative_algorithm="DDTREE"),
         metrics=False,
     )
     parallel = SimpleNamespace(attn_tp_size=1, tp_rank=0, pp_rank=0)
@@ -64,7 +57,6 @@ def settings(monkeypatch):
     monkeypatch.setattr(kdtree_report.atexit, "register", lambda function: None)
     monkeypatch.setattr(kdtree_backend, "get_schedule", lambda: values.schedule)
     monkeypatch.setattr(kdtree_backend, "get_spec", lambda: values.spec)
-    monkeypatch.setattr(kdtree_backend, "attention_backends", lambda: values.backends)
     return values
 
 
@@ -524,20 +516,3 @@ def test_a_page_size_that_is_no_power_of_two_is_refused(settings, page_size):
     settings.schedule.page_size = page_size
     with pytest.raises(ValueError, match=f"--page-size that is a power of two, got {page_size}"):
         kdtree_backend.create_kdtree_backend(make_runner())
-
-
-def test_a_split_that_leaves_it_no_verification_is_refused(settings):
-    settings.backends = ("triton", "kdtree_sm120")
-    with pytest.raises(ValueError, match="would verify no draft: prefill runs on triton.*--speculative-attention-mode"):
-        kdtree_backend.check_verify_goes_to("kdtree_sm120")
-    settings.spec.speculative_attention_mode = "decode"
-    kdtree_backend.check_verify_goes_to("kdtree_sm120")
-
-
-def test_a_split_without_speculation_has_to_leave_it_the_decoding(settings):
-    settings.spec.speculative_algorithm = None
-    settings.backends = ("kdtree_sm120", "triton")
-    with pytest.raises(ValueError, match="would serve nothing: .* decode runs on triton. Use --attention-backend"):
-        kdtree_backend.check_verify_goes_to("kdtree_sm120")
-    settings.backends = ("triton", "kdtree_sm120")
-    kdtree_backend.check_verify_goes_to("kdtree_sm120")

@@ -681,7 +681,6 @@ def factory(monkeypatch):
     for name in ("exec", "spec", "parallel", "schedule"):
         monkeypatch.setattr(kdtree_backend, f"get_{name}", lambda name=name: getattr(values, name))
     monkeypatch.setattr(kdtree_torch_backend, "get_parallel", lambda: values.parallel)
-    monkeypatch.setattr(kdtree_backend, "attention_backends", lambda: ("kdtree_sm120", "kdtree_sm120"))
     monkeypatch.setattr(kdtree_backend, "require_torch_cpu", lambda user: None)
     monkeypatch.setattr(kdtree_backend, "cuda_available_ops", lambda: ("mla_tree_verify",))
     monkeypatch.setattr(kdtree_backend.AttentionBackendRegistry, "register", lambda *a: None)

@@ -31,13 +31,7 @@ from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods
     AttnForwardMethod,
 )
 from sglang.srt.platforms.torch_cpu import require_torch_cpu
-from sglang.srt.runtime_context import (
-    attention_backends,
-    get_exec,
-    get_parallel,
-    get_schedule,
-    get_spec,
-)
+from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec
 
 
 def create_kdtree_backend(runner) -> AttentionBackend:
@@ -126,32 +120,6 @@ def check_runner(runner) -> None:
     """Most of it was refused with the arguments, if this runner had any resolved."""
     check_model(runner.model_config, get_spec().speculative_num_draft_tokens)
     check_page_size("kdtree_sm120", get_schedule().page_size)
-    check_verify_goes_to("kdtree_sm120")
-
-
-def check_verify_goes_to(name: str) -> None:
-    """Refuse a split of backends that leaves this one nothing to serve."""
-    prefill, decode = attention_backends()
-    spec = get_spec()
-    if prefill == decode:
-        return
-    if spec.speculative_algorithm is None:
-        if decode != name:
-            raise ValueError(
-                f"{name} would serve nothing: prefill is Triton's, and decode runs on "
-                f"{decode}. Use --attention-backend {name}, or --decode-attention-backend "
-                f"{name}."
-            )
-        return
-    verify = decode if spec.speculative_attention_mode == "decode" else prefill
-    if verify != name:
-        raise ValueError(
-            f"{name} would verify no draft: prefill runs on {prefill}, decode on "
-            f"{decode}, and --speculative-attention-mode is "
-            f"{spec.speculative_attention_mode}. Use --attention-backend {name} alone, "
-            f"or --decode-attention-backend {name} with --speculative-attention-mode "
-            "decode."
-        )
 
 
 # What a layer takes for the name of its backend while q and k come in parts.

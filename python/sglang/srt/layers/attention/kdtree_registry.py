@@ -66,3 +66,22 @@ def check_model(config, num_draft_tokens) -> None:
             f"kdtree_sm120 verifies at most {MAX_S_Q} tokens a request; "
             f"--speculative-num-draft-tokens is {num_draft_tokens}."
         )
+
+
+def check_split(prefill, decode, algorithm, mode) -> None:
+    """Refuse a split of backends that leaves kdtree_sm120 nothing to serve."""
+    serves = decode if algorithm is None or mode == "decode" else prefill
+    if serves == "kdtree_sm120":
+        return
+    if algorithm is None:
+        raise ValueError(
+            "kdtree_sm120 would serve nothing: prefill is Triton's, and decode runs on "
+            f"{decode}. Use --attention-backend kdtree_sm120, or "
+            "--decode-attention-backend kdtree_sm120."
+        )
+    raise ValueError(
+        f"kdtree_sm120 would verify no draft: prefill runs on {prefill}, decode on "
+        f"{decode}, and --speculative-attention-mode is {mode}. Use "
+        "--attention-backend kdtree_sm120 alone, or --decode-attention-backend "
+        "kdtree_sm120 with --speculative-attention-mode decode."
+    )

@@ -30,14 +30,18 @@ def default_verify_mode() -> str:
 def refuse_before_loading(server_args, previous) -> None:
     """A backend is built after the weights and the pools, which may take minutes."""
     from sglang.srt.arg_groups import overrides
-    from sglang.srt.layers.attention.kdtree_registry import check_model, check_page_size
+    from sglang.srt.layers.attention import kdtree_registry
 
     previous(server_args)
     cfg = overrides.resolving_view(server_args)
-    if "kdtree_sm120" in overrides.attention_backends_of(cfg):
-        check_page_size("kdtree_sm120", cfg.page_size)
+    split = overrides.attention_backends_of(cfg)
+    if "kdtree_sm120" in split:
+        kdtree_registry.check_page_size("kdtree_sm120", cfg.page_size)
         model = overrides.model_config_of(server_args)
-        check_model(model, cfg.speculative_num_draft_tokens)
+        kdtree_registry.check_model(model, cfg.speculative_num_draft_tokens)
+        kdtree_registry.check_split(
+            *split, cfg.speculative_algorithm, cfg.speculative_attention_mode
+        )
 
 
 class KDTreeKernel(msgspec.Struct):
