@@ -21,10 +21,7 @@ STYLE = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--port",
-        type=int,
-        default=30000,
-        help="port the server will use (default: %(default)s)",
+        "--port", type=int, default=30000, help="port the server will use"
     )
 
 
