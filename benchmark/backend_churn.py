@@ -2,6 +2,7 @@
 """A server under many clients for minutes: nothing fails, every KV slot comes back, memory does not grow.
 
     python benchmark/backend_churn.py --out benchmark/results/h200/backend_churn.json          # on a GPU, DDTREE
+    python benchmark/backend_churn.py --pool 1024 --conservativeness 0.05 --out r.json         # requests are retracted
     python benchmark/backend_churn.py --device cpu --clients 4 --seconds 20 --out r.json
     python benchmark/backend_churn.py --ranks 2 --steps 2000 --kv-defrag tier1 --check-slots --out r.json
 
