@@ -70,7 +70,9 @@ def test_two_ranks_that_are_as_one():
 
 def test_another_token_that_was_no_near_tie_is_a_problem():
     assert equal_rows(two={"result": answers((1, 9, 9))})[1] == [
-        "answer 0 parts at token 1, where the best two are 2.000 nats apart"
+        "again, answer 0 parts at token 1, a gap of 2.000 nats",
+        "alone, answer 0 parts at token 1, a gap of 2.000 nats",
+        "answer 0 parts at token 1, where the best two are 2.000 nats apart",
     ]
 
 
