@@ -37,7 +37,7 @@ WHILE_ARGUMENTS_ARE_RESOLVED = {
     ),
     "a budget of nothing": (
         [*TREE, "--speculative-ddtree-budget", "0"],
-        "ValueError: DDTREE needs --speculative-ddtree-budget between 2 and --speculative-num-draft-tokens, 128; got 0.",
+        "ValueError: DDTREE needs --speculative-ddtree-budget between 2 and --speculative-num-draft-tokens, 128; got 0",
     ),
     "a tree smaller than the drafter's block": (
         [*TREE, NODES, "7"],
