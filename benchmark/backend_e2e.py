@@ -551,7 +551,7 @@ def commit_of_checkout() -> str:
 
 def header(args: argparse.Namespace, options: list[str]) -> dict:
     import torch
-    from verify_bench.results import gpu_info
+    from verify_bench.results import gpu_info, without_folders
 
     return {
         "format": FORMAT,
@@ -561,7 +561,7 @@ def header(args: argparse.Namespace, options: list[str]) -> dict:
         "gpu": gpu_info() if args.device == "cuda" else None,
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
         "rule": {"tie": TIE, "drift": DRIFT, "kept": KEPT},
-        "options": options,
+        "options": without_folders(options),
     }
 
 

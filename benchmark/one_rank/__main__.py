@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from backend_e2e import environment_of
-from verify_bench.results import commit, gpu_info, versions_of
+from verify_bench.results import commit, gpu_info, versions_of, without_folders
 
 from . import results, table
 from .experts import tiles_of
@@ -55,7 +55,7 @@ def header(scale: Scale, options: list[str], commit_of: str, draft_window: int) 
         "drafter": scale.drafter,
         "draft_window": draft_window,
         "expert_tiles": tiles_of(scale.model, gpu["name"], versions["triton"]) if gpu else None,
-        "options": options,
+        "options": without_folders(options),
     }
 
 

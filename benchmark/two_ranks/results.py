@@ -12,7 +12,7 @@ import backend_e2e as e2e
 from one_rank import results as one_rank_results
 from verify_bench import result_file
 from verify_bench.result_file import save as save
-from verify_bench.results import versions_of
+from verify_bench.results import versions_of, without_folders
 
 FORMAT = "two_ranks-1"
 HEADER_KEYS = {
@@ -42,7 +42,7 @@ def header(part: str, args: argparse.Namespace, options: list[str], seconds: flo
         "gpus": gpus() if cuda else [],
         "versions": versions | {"nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None},
         "rule": {"tie": e2e.TIE, "drift": e2e.DRIFT},
-        "options": options,
+        "options": without_folders(options),
         "seconds": round(seconds, 1),
     }
 

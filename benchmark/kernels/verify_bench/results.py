@@ -132,6 +132,11 @@ def gpu_info(index: int = 0) -> dict | None:
     return info
 
 
+def without_folders(options: list[str]) -> list[str]:
+    """A command's words, absolute paths cut to their last part: where a host keeps its files says nothing."""
+    return [Path(word).name if word.startswith("/") else word for word in options]
+
+
 def commit(root: Path) -> str:
     """HEAD, with '+dirty' when a tracked file differs from it; 'unknown' outside a git checkout."""
     head = _run("git", "-C", str(root), "rev-parse", "HEAD")
