@@ -19,6 +19,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, help="of each kind at most")
     parser.add_argument("--tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--commit", help="what the header says (default: git's HEAD)")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="only what the adaptive budget would be told")
     parser.add_argument("--engine", action="store_true", help="real Engines instead of the walk alone")
     group = parser.add_argument_group("of --engine")
     group.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -46,9 +47,12 @@ def main(argv: list[str] | None = None) -> int:
         return engine.walk_file(args.walk, args.out)
     if args.engine:
         return engine.run(args)
-    from .offline import walk_all  # not for --engine: it imports sglang, which takes as long as an Engine's start
+    from .offline import (  # not for --engine: they import sglang, which takes as long as an Engine's start
+        record,
+        walk_all,
+    )
 
-    return walk_all(args)
+    return record(args.record) if args.record else walk_all(args)
 
 
 if __name__ == "__main__":

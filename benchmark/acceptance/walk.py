@@ -67,6 +67,9 @@ class Step:
     def tree(self, width: int) -> int:
         return self.accepted({path for path, _ in self.paths[: width - 1]})
 
+    def accepted_of(self, option: Option) -> int:
+        return self.chain() if option.is_chain else self.tree(option.width)
+
     def seeded(self, width: int) -> int:
         """The whole chain first, the most probable other paths with what is left."""
         chosen = {(0,) * d for d in range(1, min(self.depths, width - 1) + 1)}
@@ -146,7 +149,7 @@ class Study:
     def take(self, budget: AdaptiveBudget, step: Step) -> tuple[int, int]:
         rid = str(self.answers)
         option = budget.choose([rid], 0).option
-        drafts = step.chain() if option.is_chain else step.tree(option.width)
+        drafts = step.accepted_of(option)
         chain, length = step.chain(), drafts + 1
         row = StepRow(
             rid=rid,

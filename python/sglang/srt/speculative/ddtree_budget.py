@@ -15,7 +15,7 @@ from typing import Dict, List, Optional, Sequence, Tuple
 
 import msgspec
 
-# A tree has to promise this much more before a step is verified differently.
+# A tree has to promise this much more than the chain, or than another tree before.
 HYSTERESIS = 1.01
 # A tree's cost was measured once, and errs: it counts for as much more as it differs
 # from the chain's, up to this share of the chain's.
@@ -25,7 +25,7 @@ CURVE_MEMORY = 0.8
 CALIBRATION_MEMORY = 0.97
 # Drafts per step that a calibration has seen before the first step.
 CALIBRATION_PRIOR = 4.0
-CALIBRATION_RANGE = (0.25, 1.5)
+CALIBRATION_RANGE = (0.001, 1.5)
 # While the chain is verified nothing is learnt of trees; what was learnt fades.
 FADING = 0.01
 # Costs are looked up at every so many tokens of context.
@@ -147,13 +147,14 @@ def choose_option(tokens: Sequence[float], costs: Sequence[float], current: int)
     """The index of the option that commits the most per millisecond.
 
     tokens and costs are what each option promises for the whole batch; option 0 is the
-    chain, which wins a tie. The current one stays unless another is HYSTERESIS better,
-    or, of a tree, the chain is as good. Differences in cost are doubted: COST_DOUBT.
+    chain. A tree has to be HYSTERESIS better than the chain, and than the tree that is
+    the current one. Differences in cost are doubted: COST_DOUBT.
     """
     rates = [t / c for t, c in zip(tokens, doubted(costs), strict=True)]
+    rates[0] *= HYSTERESIS
     best = max(range(len(rates)), key=lambda i: (rates[i], -i))
-    stays = rates[current] * HYSTERESIS >= rates[best]
-    return current if stays and (current == 0 or rates[current] > rates[0]) else best
+    stays = current and rates[0] < rates[current] >= rates[best] / HYSTERESIS
+    return current if stays else best
 
 
 def doubted(costs: Sequence[float]) -> List[float]:
@@ -208,7 +209,8 @@ class AdaptiveBudget:
         costs.check(options)
         self.options, self.costs = tuple(options), costs
         self.current = 0
-        self.chain, self.tree = Calibration(), Calibration()
+        # Of the chain's drafts, and of those that trees promise more than the chain.
+        self.chain, self.more = Calibration(), Calibration()
         self.chain_steps = 0  # one after another, the last ones
         self.costs_key, self.costs_there = None, ([], 0.0)
         self.curves: Dict[str, Tuple[float, ...]] = {}  # promised drafts by request
@@ -219,10 +221,12 @@ class AdaptiveBudget:
         if self.mean_curve is None:
             return Decision(self.options[self.current])
         curves = [self.curves.get(rid, self.mean_curve) for rid in rids]
-        factors = [self.chain.factor] + [self.tree.factor] * (len(self.options) - 1)
+        promised = [sum(column) for column in zip(*curves)]
+        chain, more = self.chain.factor, self.more.factor
+        base = len(rids) + chain * promised[0]
         tokens = [
-            len(rids) + factor * sum(curve[i] for curve in curves)
-            for i, factor in enumerate(factors)
+            base + (more if p > promised[0] else chain) * (p - promised[0])
+            for p in promised
         ]
         costs, node_ms = self.costs_at(len(rids), context // CONTEXT_STEP)
         self.current = choose_option(tokens, costs, self.current)
@@ -231,7 +235,7 @@ class AdaptiveBudget:
             return Decision(option)
         # A node is worth its time if it commits what the step commits in that time.
         rate = tokens[self.current] / costs[self.current]
-        limit = math.log(rate * node_ms / self.tree.factor)
+        limit = math.log(rate * node_ms / more)
         return Decision(option, min_log_prob=min(limit, MAX_LIMIT))
 
     def learns(self, option: Option) -> bool:
@@ -270,9 +274,10 @@ class AdaptiveBudget:
         ]
         self.chain.add(sum(chain) / size, mean[0])
         if option.is_chain:
-            self.tree.fade_to(self.chain.factor)
-        else:
-            self.tree.add(sum(r.drafts for r in rows) / size, mean[used])
+            self.more.fade_to(1.0)
+        elif mean[used] > mean[0]:
+            more = sum(r.drafts - c for r, c in zip(rows, chain)) / size
+            self.more.add(more, mean[used] - mean[0])
 
     def forget(self, rid: str) -> None:
         self.curves.pop(rid, None)
