@@ -2,6 +2,7 @@
 """How many tokens a verify step commits: chain, trees, chain-seeded trees and the adaptive budget on the small model.
 
     python -m acceptance            in benchmark/; about two minutes on one CPU core, writes results/cpu/acceptance.json
+    python -m acceptance --record FILE      what the adaptive budget would be told along some answers, for a test
     python -m acceptance --engine   on a GPU, two minutes: real Engines side by side, acceptance and speed, with the
                                     walk of their answers; writes results/h200/acceptance.json
 

@@ -92,6 +92,21 @@ def test_the_committed_file_is_consistent_and_fills_its_tables(tmp_path):
         results.load(broken)
 
 
+def test_the_committed_record_is_what_the_command_writes(tmp_path, monkeypatch):
+    """Of one greedy answer; sampled ones depend on the order of all."""
+    monkeypatch.syspath_prepend(str(arm.MODELS))
+    offline = pytest.importorskip("acceptance.offline")
+    monkeypatch.setattr(offline, "RECORDED", {"repeat": 1})
+    assert offline.record(tmp_path / "record.json") == 0
+    found = json.loads((tmp_path / "record.json").read_text())
+    committed = json.loads((Path(__file__).parents[1] / "srt" / "speculative" / "recorded_steps.json").read_text())
+    (answer,) = found.pop("answers")
+    wanted = next(a for a in committed.pop("answers") if a["kind"] == "repeat")
+    assert found == committed and answer["accepted"] == wanted["accepted"]
+    for ours, theirs in zip(answer["promised"], wanted["promised"], strict=True):
+        assert ours == pytest.approx(theirs, abs=1)
+
+
 # Of real Engines.
 
 
