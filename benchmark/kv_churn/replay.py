@@ -340,6 +340,8 @@ class Replay:
                 req.lock = None
                 # A decode step takes more room than it keeps of its promises: asking again is of no use.
                 self.blocked = not batch
+                if not batch and not self.running:
+                    raise self._too_long(work)
                 break
             promised += promise
             need += own
@@ -406,6 +408,8 @@ class Replay:
     def _retract(self) -> None:
         """The youngest request starts over; its answer so far becomes prompt."""
         work = self.running[-1]
+        if len(self.running) == 1:
+            raise self._too_long(work)
         work.catch_up(self.decoded)
         release_kv_cache(work.req, self.tree, checkpoint=True)
         work.req.reset_for_retract()
@@ -413,6 +417,12 @@ class Replay:
         self.blocked = False
         self.total.retractions += 1
         self._keep(np.arange(len(self.running)) < len(self.running) - 1)
+
+    def _too_long(self, work: _Work) -> ValueError:
+        return ValueError(
+            f"--pool-tokens: expected enough for request {work.req.rid} of the trace, {work.prints.size} tokens; "
+            f"got {self.pool.size}. Give more, or --shrink a trace file."
+        )
 
     def _join(self, admitted: list[_Work]) -> None:
         self.running += admitted

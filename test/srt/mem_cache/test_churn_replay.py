@@ -3,6 +3,7 @@
 each allocator, and of a trace file, is a test of both."""
 
 import json
+from array import array
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -95,6 +96,16 @@ def test_a_short_pool_retracts_and_loses_nothing(monkeypatch):
     trace = synthetic(MIXES["turns"], count=60, max_running=12, seed=2)
     outcome = replay("tier1", trace, pool_tokens=2600)
     assert outcome.retractions > 0
+
+
+def test_a_request_that_no_pool_holds_is_named():
+    """Rather than waited for: by its prompt, or when its answer has filled the pool."""
+    from kv_churn.traces import TraceRequest
+
+    for prompt, answer in ((300, 4), (200, 150)):
+        trace = [TraceRequest(0.0, array("q", range(prompt)), array("q", range(answer)))]
+        with pytest.raises(ValueError, match=f"--pool-tokens: .* request 0 .*, {prompt + answer} tokens; got 256"):
+            replay("tier1", trace, pool_tokens=256)
 
 
 def test_a_mooncake_trace_shares_what_its_hashes_share(tmp_path):
