@@ -32,6 +32,7 @@ KINDS: dict[str, dict] = {
     "loop": {"variant": str, "prefix": int, "cluster": int, "group": int, "slots": str, "merge": bool, "us": float},
     "sanitizer": {"variant": str, "tool": str, "kv_dtype": str, "errors": int},
     "profile": {"variant": str, "kv_dtype": str, "us": float, "sm_ghz": float, "percent": dict, "busy": dict},
+    "clocks": {"variant": str, "role": str, "total": int, "parts": dict},
     "benchmark": {"commit": str, "bs": int, "s_q": int, "h_q": int, "prefix": int, "kv_dtype": str, "us": float},
 }
 
@@ -294,6 +295,27 @@ def short(data: dict) -> Table:
     return build_table(data, "short", SHORT_SHAPES)
 
 
+def rows(data: dict) -> Table:
+    """The builds that were about the rows and SMs of a block, at 189,440 tokens where not said: each run's turns are of
+    one process that heats the card, so that they vary more than in the other tables."""
+    shapes = [(9, 8, p, "bf16") for p in (4096, 16384, 65536, 189440)]
+    shapes += [(q, 8, 189440, "bf16") for q in (8, 10, 33)] + [(9, 64, 189440, "bf16")]
+    shapes += [(33, 8, 4096, "bf16"), (9, 64, 4096, "bf16"), (9, 8, 189440, "fp8"), (33, 8, 189440, "fp8")]
+    times: dict[tuple, list[float]] = {}
+    for r in of(data, "build"):
+        times.setdefault((r["variant"], r["s_q"], r["h_q"], r["prefix"], r["kv_dtype"]), []).append(r["us"])
+    columns = ["build"]
+    for q, h, prefix, kv in shapes:
+        names = ["fp8"] * (kv == "fp8") + [f"{prefix:,}"] * (prefix != 189440 or (q, h) == (9, 8))
+        columns.append(", ".join([*names, *[f"q {q}"] * (q != 9), *[f"h {h}"] * (h != 8)]))
+    cells = [
+        [f"`{v}`: {what(data, v)}", *(span(times.get((v, *shape), [])) for shape in shapes)]
+        for v, described in data["header"]["variants"].items()
+        if described.get("table") == "rows"
+    ]
+    return columns, cells
+
+
 def profile(data: dict) -> Table:
     shares, roles = list(SHARES.values()), ["load", "score", "softmax", "value"]
     rows = [
@@ -304,6 +326,19 @@ def profile(data: dict) -> Table:
     ]
     used = ["issue slots %", "tensor pipe %", "shared memory %", "DRAM %"]
     return ["build", "KV", "us", "GHz", *used, *(f"{role} warps busy %" for role in roles)], rows
+
+
+def clocks(data: dict) -> Table:
+    """What the warps of a role spend on a tile, by the clock register: reading it costs a tenth of the time."""
+    found: dict[tuple[str, str], list[dict]] = {}
+    for r in of(data, "clocks"):
+        found.setdefault((r["variant"], r["role"]), []).append(r)
+    cells = []
+    for (variant, role), turns in found.items():
+        parts = [f"{p} {statistics.mean(t['parts'][p] for t in turns):.0f}" for p in turns[0]["parts"]]
+        total = f"{statistics.mean(t['total'] for t in turns):.0f}"
+        cells.append([f"`{variant}`", role, total, ", ".join(parts)])
+    return ["build", "warp", "clocks a tile", "of which"], cells
 
 
 def sanitizers(data: dict) -> Table:
@@ -419,7 +454,7 @@ def history(data: dict) -> Table:
 
 TABLES: dict[str, Callable[[dict], Table]] = {
     f"experiments_{f.__name__}": f
-    for f in (history, builds, short, profile, sanitizers, gather, order, loops, clusters)
+    for f in (history, builds, short, rows, clocks, profile, sanitizers, gather, order, loops, clusters)
 }
 
 

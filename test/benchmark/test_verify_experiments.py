@@ -132,6 +132,17 @@ def test_what_programs_print_becomes_tables(raw):
     assert experiments.header(data) == "Some GPU, 100 SMs, 2026-01-02; cuda 13.0. By hand."
 
 
+def test_builds_about_rows_and_clocks_of_roles(raw):
+    data = convert(raw)
+    data["header"]["variants"]["new"]["table"] = "rows"
+    data["rows"] += [{"run": "one", "kind": "clocks", "variant": "new", "role": "score", "total": t} | {
+        "parts": {"waits": 10, "MMA": 20}} for t in (31, 33)]  # fmt: skip
+    assert not experiments.problems(data)
+    columns, (row,) = experiments.rows(data)
+    assert dict(zip(columns, row, strict=True))["189,440"] == "99.0"
+    assert experiments.clocks(data)[1] == [["`new`", "score", "32", "waits 10, MMA 20"]]
+
+
 def test_a_wrong_build_is_counted_and_a_profile_is_split_by_role(raw):
     data = convert(raw)
     (check,) = experiments.of(data, "check")
