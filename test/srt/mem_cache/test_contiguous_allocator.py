@@ -119,6 +119,17 @@ def test_a_request_keeps_its_column_when_the_batch_changes():
     census(allocator, *steps, *left, *joined)
 
 
+def test_who_joins_goes_on_with_the_column_of_who_left():
+    """Given back, it would be cut off, and the next prefill would get a crumb."""
+    allocator = token_allocator()
+    steps = [decode(allocator, [3, 1, 2]) for _ in range(4)]
+    later = [decode(allocator, [3, 2, 9, 8]) for _ in range(4)]
+    row = torch.stack([*[s[1] for s in steps], *[s[2] for s in later]])
+    assert (row[1:] == row[:-1] + 1).all(), row
+    assert allocator.runs.num_released == 0
+    census(allocator, *steps, *later)
+
+
 def test_a_nearly_full_pool_is_used_to_the_last_slot():
     allocator = token_allocator(size=100)
     held = [prefill(allocator, 90)]

@@ -208,6 +208,10 @@ class FreeRuns:
             if steps > 1:
                 self._set_stripes(self._columns_of(width, steps), reqs)
             return
+        # Who joins goes on with the column of who left: a run that is not cut.
+        left_behind = set(column_of).difference(reqs)
+        for req in [req for req in self._columns if req in left_behind][: len(joined)]:
+            column_of[joined.pop(0)] = column_of.pop(req)
         columns = self._stripes_left()
         if joined:
             columns = torch.cat([columns, self._columns_of(len(joined), left)], dim=1)
