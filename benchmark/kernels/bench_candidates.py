@@ -15,8 +15,6 @@ places that hold them, and its log-sum-exp to 1e-5. CUDA graphs, timed as bench_
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -95,15 +93,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"{row['arm']:7} bs {row['bs']:3} vocabulary {row['vocab']:7,} {row['us_p50']:9.2f} us")
                 rows.append(row)
     if args.out:
-        document = {
-            "format": FORMAT,
-            "date": datetime.date.today().isoformat(),
-            "commit": args.commit or results.commit(ROOT),
-            "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
-            "torch": torch.__version__,
-            "rows": rows,
-        }
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
+        results.save_rows(args.out, FORMAT, args.device, args.commit or results.commit(ROOT), rows)
     return 1 if wrong else 0
 
 

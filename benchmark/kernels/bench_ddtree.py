@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -195,20 +193,6 @@ def show(rows: list[dict]) -> None:
         )
 
 
-def save(args: argparse.Namespace, rows: list[dict]) -> None:
-    document = {
-        "format": FORMAT,
-        "date": datetime.date.today().isoformat(),
-        "commit": args.commit or results.commit(ROOT),
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "sgl_kernel_sm120": sgl_kernel_sm120.__version__,
-        "rows": rows,
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(document, indent=1) + "\n")
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the CPU ops, to try it")
@@ -227,7 +211,7 @@ def main(argv: list[str] | None = None) -> int:
         rows += more
         right = right and is_shape_right
         if args.out:  # after each shape, for a run that is cut short
-            save(args, rows)
+            results.save_rows(args.out, FORMAT, args.device, args.commit or results.commit(ROOT), rows)
     show(rows)
     return 0 if right else 1
 

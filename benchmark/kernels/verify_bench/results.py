@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 import platform
 import subprocess
 from importlib import metadata
@@ -130,6 +131,21 @@ def gpu_info(index: int = 0) -> dict | None:
     if text:
         info.update(zip((k.replace(".", "_") for k in GPU_QUERY), (v.strip() for v in text.split(",")), strict=False))
     return info
+
+
+def save_rows(path: Path, format: str, device: str, commit_of: str, rows: list[dict]) -> None:
+    """A result file of rows alone, with the GPU, its clocks and the versions on top. Folders are made."""
+    document = {
+        "format": format,
+        "date": datetime.date.today().isoformat(),
+        "commit": commit_of,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "gpu": gpu_info() if device == "cuda" else None,
+        "versions": versions_of("sgl-kernel-sm120", "triton"),
+        "rows": rows,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def without_folders(options: list[str]) -> list[str]:
