@@ -98,7 +98,9 @@ def discover() -> dict[str, str]:
     the GPUs here holds for the whole process, and its children inherit it.
     """
     from sglang.srt import platforms
+    from sglang.srt.platforms.torchvision_ops import declare_missing_operators
 
+    declare_missing_operators()
     if platforms._is_cpu_available():
         return {}
     if cpu_is_chosen(sys.argv, sys.orig_argv):

@@ -22,7 +22,6 @@ from sglang.srt.layers.attention.kdtree_registry import check_model, check_page_
 from sglang.srt.layers.attention.kdtree_serving import KDTreeServing
 from sglang.srt.layers.attention.kdtree_verify import KV_DTYPES
 from sglang.srt.model_executor.forward_context import get_attn_backend
-from sglang.srt.models.deepseek_common import utils as mla_models
 from sglang.srt.models.deepseek_common.attention_backend_handler import (
     AttentionBackendRegistry,
     handle_attention_triton,
@@ -122,9 +121,9 @@ def check_runner(runner) -> None:
     check_page_size("kdtree_sm120", get_schedule().page_size)
 
 
-# What a layer takes for the name of its backend while q and k come in parts.
+# What a layer takes for the name of its backend while q and k come in parts: the name
+# in upstream's FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.
 IN_PARTS = "kdtree_sm120 in parts"
-mla_models.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(IN_PARTS)
 
 
 def register_handler(handler) -> None:

@@ -37,6 +37,3 @@ def declare_missing_operators() -> list[str]:
         for name in missing:
             _library.define(_SCHEMAS[name])
     return missing
-
-
-declare_missing_operators()

@@ -20,7 +20,7 @@ import torch
 def nms(dets, scores, iou_threshold):
     return dets
 """
-# Everything that can reach torchvision comes with sglang.srt.utils: stop there.
+# What can reach torchvision comes after the platform is known: stop there.
 IMPORT = """
 import os, sys
 sys.path.insert(0, {0!r})
@@ -28,7 +28,7 @@ import torch
 torch._C._has_cuda = False
 class Torchvision:
     def find_spec(self, name, path, target=None):
-        if name == "sglang.srt.utils":
+        if name == "sglang.srt.utils.hf_transformers_patches":
             import torchvision
             print("imported", flush=True)
             os._exit(0)
