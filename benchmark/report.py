@@ -207,7 +207,7 @@ def header(data: dict) -> str:
     if "sms" in gpu:
         card.insert(1, f"{gpu['sms']} SMs")
     if "clocks_sm" in gpu:
-        card.append(f"SM clock {gpu['clocks_sm']} right after the probes")
+        card.append(f"SM clock {gpu['clocks_sm']}{' right after the probes' if rates else ''}")
     lines = [f"{', '.join(card)}; {h['date'][:10]}, commit {h['commit'][:12]}."]
     measured = [f"{label} {rates[key]:,.0f} {unit}" for key, label, unit in RATES if rates.get(key)]
     if measured:
@@ -397,7 +397,7 @@ LOADERS = {
     acceptance_results.ENGINE_FORMAT: acceptance_results.load_engine,
     two_ranks_results.FORMAT: two_ranks_results.load,
     verify_experiments.FORMAT: verify_experiments.load,
-    **dict.fromkeys(("ddtree-1", "candidates-1"), lambda path: json.loads(path.read_text())),
+    **dict.fromkeys(("ddtree-1", "candidates-1", "kv_layout-1"), lambda path: json.loads(path.read_text())),
 }
 
 
