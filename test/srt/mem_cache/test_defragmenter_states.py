@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Allocate, free, group-free, decode, relocate, evict and abort in any order.
+"""Allocate, free, group-free, decode, relocate, evict, retract and abort in any order.
 
 After every call each slot has exactly one owner, and each running request finds its
 KV in both pools. The overlap machine writes the KV of a batch only after the step
@@ -9,7 +9,7 @@ that follows its launch, zombie rows included.
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from srt.mem_cache.slot_model import SlotModel
 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 PREFIXES = [[], [5] * 12, [5] * 12 + [6] * 9, [7] * 20]
 # Deep enough that each of these, left out, is found: what was just freed is no target;
 # the token on the device stays; rows that share, the tree and the draft pool follow.
-EXAMPLES, CALLS = 20, 40
+EXAMPLES, CALLS = 40, 40
 any_request = st.integers(0, 99)
 
 
@@ -27,15 +27,16 @@ class Machine(RuleBasedStateMachine):
     page_size = 1
     overlap = False
 
-    def __init__(self):
-        super().__init__()
+    @initialize(units=st.sampled_from([192, 192, 40]), budget=st.sampled_from([24, 24, 1]))
+    def build(self, units, budget):
+        """A pool with room, or one that four requests fill; a move at once, or a unit a step."""
         self.model = SlotModel(
-            size=192,
+            size=units * (1 if self.page_size < 16 else self.page_size),
             core=self.core,
             page_size=self.page_size,
             overlap=self.overlap,
             block=max(4, 2 * self.page_size),
-            budget_slots=24,
+            budget_slots=max(budget, self.page_size),
         )
 
     def pick(self, which):
@@ -60,6 +61,11 @@ class Machine(RuleBasedStateMachine):
     @rule(which=any_request, keep=st.booleans())
     def stop(self, which, keep):
         self.model.stop(self.pick(which), keep=keep)
+
+    @precondition(lambda self: self.model.running and not self.model.on_device)
+    @rule(which=any_request)
+    def retract(self, which):
+        self.model.start(self.model.retract(self.pick(which)))
 
     @rule(tokens=st.integers(1, 60))
     def evict(self, tokens):
@@ -119,6 +125,6 @@ def machine(base, **attributes):
 
 @pytest.mark.parametrize("base", [Machine, OverlapMachine], ids=["normal", "overlap"])
 @pytest.mark.parametrize("core", ["rust", "python"])
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_any_order_of_calls(base, core, page_size):
     machine(base, core=core, page_size=page_size)("runTest").runTest()
