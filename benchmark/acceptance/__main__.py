@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "test" / "models"), str(ROOT / "benchmark" / "kernels")]
 
-from . import arm, engine  # noqa: E402
+from . import arm, engine, results  # noqa: E402
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -26,6 +26,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument("--paired", action="store_true", help="few arms, prompt by prompt in turns: is auto slower?")
     group.add_argument("--layers", type=int, help="of the target; those beyond the trained ones add nothing but time")
     group.add_argument("--arms", nargs="+", choices=arm.ARMS, metavar="ARM")
+    group.add_argument("--temperatures", nargs="+", choices=results.TEMPERATURES, default=results.TEMPERATURES)
     group.add_argument("--seconds", type=float, default=75, help="no round begins that would end later")
     group.add_argument("--rounds", type=int, default=engine.MAX_ROUNDS, help="at most")
     group.add_argument("--walk", type=Path, metavar="FILE", help="only finish FILE, of a paired run or one cut short")
@@ -37,6 +38,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if args.engine and args.device == "cpu":
             parser.error("--engine --device cpu is for trying it out: say with --out where to")
         name = "acceptance_auto.json" if args.paired else "acceptance.json"
+        if args.paired and "0" not in args.temperatures:
+            name = "acceptance_auto_sampled.json"
         args.out = ROOT / "benchmark" / "results" / folder / name
     return args
 

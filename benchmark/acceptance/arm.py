@@ -83,6 +83,13 @@ def rows_of(arm: str, meta: dict[str, Any]) -> int:
     return meta["ddtree"][-1]["nodes_verified"]
 
 
+def on_the_same_text(arm: str, meta: dict[str, Any]) -> dict[str, int]:
+    """What the steps of an answer committed, and what a chain would have from where each of them began."""
+    if arm == "dflash":
+        return dict.fromkeys(("tree_tokens", "chain_tokens"), meta["completion_tokens"] - 1)
+    return {key: meta["ddtree"][-1][key] for key in ("tree_tokens", "chain_tokens")}
+
+
 def generate(engine, arm: str, batches: list[list[str]], temperature: float, tokens: int) -> dict[str, Any]:
     """Batches one after another. batch_seconds: of each, from when all its requests had their first token."""
     # A request is told of its first token and of its end, and of nothing between that would take the host's time.
@@ -102,6 +109,7 @@ def generate(engine, arm: str, batches: list[list[str]], temperature: float, tok
         outputs += [latest[i] for i in range(len(batch))]
     metas = [output["meta_info"] for output in outputs]
     steps = [meta["spec_verify_ct"] for meta in metas]
+    committed = [on_the_same_text(arm, meta) for meta in metas]
     size = len(batches[0])
     # A batch takes as many steps as its longest request.
     batch_steps = [max(steps[i : i + size]) for i in range(0, len(steps), size)]
@@ -113,6 +121,7 @@ def generate(engine, arm: str, batches: list[list[str]], temperature: float, tok
         "steps": sum(steps),
         "batch_steps": batch_steps,
         "rows": sum(rows_of(arm, meta) for meta in metas),
+        **{key: sum(counts[key] for counts in committed) for key in committed[0]},
     }
 
 

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -51,6 +51,7 @@ START_TIMEOUT_S = {"cuda": 120, "cpu": 900}
 ON_CPU = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0"}
 # Sampled answers differ from round to round: one round of them is enough for acceptance, more for a speed.
 SAMPLED_ROUNDS, PAIRED_SAMPLED_ROUNDS = (1,), (0, 1, 5)
+COUNTS = ("tokens", "steps", "rows", "tree_tokens", "chain_tokens")
 WARM_TOKENS = 16
 HEAD_START_S = {"cuda": 8, "cpu": 0}
 MIN_ROUNDS, MAX_ROUNDS = 2, 9
@@ -142,17 +143,17 @@ def batches_of(prompts: list[str], size: int) -> list[list[str]]:
     return [repeated[i : i + size] for i in range(0, len(repeated), size)]
 
 
-def cells(prompts: dict[str, list[str]]) -> list[tuple[str, str, int]]:
+def cells(prompts: dict[str, list[str]], temperatures: Sequence[str]) -> list[tuple[str, str, int]]:
     """Sampled answers, and those to long prompts, one at a time alone. None that repeats its prompt is sampled."""
     return [
-        (t, kind, size) for t in results.TEMPERATURES for size in BATCHES for kind in prompts
+        (t, kind, size) for t in temperatures for size in BATCHES for kind in prompts
         if (size == 1 or (t == "0" and kind != "long")) and (t == "0" or kind != "repeat")
     ]  # fmt: skip
 
 
 def measure(
     arms: Arms, prompts: dict[str, list[str]], tokens: int, seconds: float, rounds: int, keep: Callable[[dict], None],
-    is_paired: bool = False,
+    is_paired: bool = False, temperatures: Sequence[str] = results.TEMPERATURES,
 ) -> dict:  # fmt: skip
     """{(arm, temperature, kind, batch): what each round told}. keep is given it whenever all arms have told as much."""
     found: dict[tuple, list[dict]] = {}
@@ -176,10 +177,12 @@ def measure(
                 if name in arms.links:
                     found.setdefault((name, temperature, kind, size), []).append(added(parts))
 
-    every = cells(prompts)
+    every = cells(prompts, temperatures)
     greedy = [cell for cell in every if cell[0] == "0"]
     sampled = [cell for cell in every if cell[0] != "0"]
     sampled_rounds = PAIRED_SAMPLED_ROUNDS if is_paired else SAMPLED_ROUNDS
+    if not greedy:
+        sampled_rounds = range(rounds)
     run(every if is_paired else greedy, 0, WARM_TOKENS)  # kernels are compiled and loaded
     found.clear()
     begin = last = time.monotonic()
@@ -230,7 +233,7 @@ def interval_of_median(values: list[float], draws: int = 2000) -> list[float]:
 def rows_of_file(found: dict) -> list[dict]:
     rows = []
     for (name, temperature, kind, size), rounds in found.items():
-        total = {key: sum(told[key] for told in rounds) for key in ("tokens", "steps", "rows")}
+        total = {key: sum(told[key] for told in rounds) for key in COUNTS}
         speeds = [told["tokens"] / told["seconds"] for told in rounds]
         step_ms = [1e3 * told["seconds"] / sum(told["batch_steps"]) for told in rounds]
         row = {
@@ -255,6 +258,9 @@ def rows_of_file(found: dict) -> list[dict]:
                 length = sum(other["tokens"] for other in others) / sum(other["steps"] for other in others)
                 least = total["tokens"] / total["steps"] / length * least_step_ms(others) / least_step_ms(rounds)
                 row[f"over_{base}_least"] = round(least, 4)
+                # Sampled answers differ from arm to arm, so that a length is luck; the chain on this arm's own is not.
+                least = total["tree_tokens"] / total["chain_tokens"] * least_step_ms(others) / least_step_ms(rounds)
+                row[f"over_{base}_same_text"] = round(least, 4)
         rows.append(row)
     return rows
 
@@ -367,7 +373,7 @@ def run(args: argparse.Namespace) -> int:
                 "started_s": {name: told["start_s"] for name, told in arms.started.items()},
                 "not_measured": [name for name in args.arms if name not in arms.links],
             }
-            found = measure(arms, prompts, args.tokens, args.seconds, args.rounds, keep, args.paired)
+            found = measure(arms, prompts, args.tokens, args.seconds, args.rounds, keep, args.paired, args.temperatures)
             data["header"]["not_measured"] = [name for name in args.arms if name not in arms.links]
         finally:
             arms.close()

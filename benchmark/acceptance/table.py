@@ -130,9 +130,10 @@ def engine_paired(data: dict) -> str:
             *(f"{chain[key]:.2f} -> {row[key]:.2f}" for key in ("accept_length", "least_step_ms")),
             f"{row['over_dflash'][1]:.3f}{interval}",
             f"{row['over_dflash_least']:.3f}",
+            *([f"{row['over_dflash_same_text']:.3f}"] if "over_dflash_same_text" in row else []),
         ])  # fmt: skip
     columns = ["over chain (DFLASH)", "", "tokens a step", "least ms a step", "median of rounds (95 %)", "of the least"]
-    return markdown(columns, lines)
+    return markdown([*columns, "on the same text"][: len(lines[0])] if lines else columns, lines)
 
 
 def engine_ways(data: dict) -> str:

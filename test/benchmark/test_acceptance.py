@@ -113,7 +113,7 @@ def test_the_committed_record_is_what_the_command_writes(tmp_path, monkeypatch):
 def told(steps, rows, answers=(), seconds=1.0):
     return {
         "seconds": seconds, "batch_seconds": [seconds], "answers": list(answers), "tokens": 12, "steps": steps,
-        "batch_steps": [steps], "rows": rows,
+        "batch_steps": [steps], "rows": rows, "tree_tokens": 12, "chain_tokens": 10,
     }  # fmt: skip
 
 
@@ -207,7 +207,7 @@ class Generator:
         for length in (1, count):
             for i in reversed(range(len(prompts))):
                 Generator.now += 1
-                steps, rows = 2 + i, [None, {"nodes_verified": 9}]
+                steps, rows = 2 + i, [None, {"nodes_verified": 9, "tree_tokens": 8, "chain_tokens": 6}]
                 meta = {"completion_tokens": length, "spec_verify_ct": steps, "ddtree": rows}
                 yield {"index": i, "output_ids": [1] * length, "meta_info": meta}
 
@@ -219,7 +219,9 @@ def test_a_batch_takes_the_steps_of_its_longest_request(monkeypatch):
     # From the first token of the batch's last request to the last chunk.
     assert found["batch_seconds"] == [2.0, 2.0] and found["seconds"] == 4.0
     assert found["rows"] == 8 * 10 and len(found["answers"]) == 4
-    assert arm.generate(Generator(), "tree 8", [["a", "b"]], 0.0, 5)["rows"] == 18
+    assert (found["tree_tokens"], found["chain_tokens"]) == (16, 16)
+    tree = arm.generate(Generator(), "tree 8", [["a", "b"]], 0.0, 5)
+    assert (tree["rows"], tree["tree_tokens"], tree["chain_tokens"]) == (18, 16, 12)
 
 
 def test_prompts_fill_whole_batches():
@@ -274,6 +276,8 @@ def test_a_paired_run_goes_prompt_by_prompt_and_arms_take_turns():
     assert (
         len(found["auto", "1", "code", 1][0]["batch_seconds"]) == 2 and found["auto", "0", "code", 1][0]["steps"] == 6
     )
+    sampled = engine.measure(Fake(), prompts, 12, 1e9, 4, lambda found: None, is_paired=True, temperatures=["1"])
+    assert {key[1:] for key in sampled} == {("1", "code", 1)} and [len(rounds) for rounds in sampled.values()] == [4, 4]
     greedy = [(name, batch) for name, temperature, batch in asked if temperature == 0 and len(batch) == 1]
     in_order = [("dflash", ["a"]), ("auto", ["a"]), ("dflash", ["b"]), ("auto", ["b"])]
     first_of_second_round = [("auto", ["a"]), ("dflash", ["a"]), ("auto", ["b"]), ("dflash", ["b"])]
@@ -289,10 +293,12 @@ def test_what_a_machine_adds_to_a_time_does_not_move_the_least_ones():
             found.setdefault((name, "0", "code", 1), []).append({
                 "seconds": sum(seconds), "batch_seconds": seconds, "tokens": 36, "steps": 3 * steps,
                 "batch_steps": [steps] * 3, "rows": 24 * steps,
+                "tree_tokens": 36, "chain_tokens": 36 if name == "dflash" else 30,
             })  # fmt: skip
     chain, auto = engine.rows_of_file(found)
     assert (chain["least_step_ms"], auto["least_step_ms"]) == (1.0, 1.2)
     assert auto["over_dflash_least"] == pytest.approx(4 / 3 / 1.2, abs=1e-4)
+    assert auto["over_dflash_same_text"] == pytest.approx(36 / 30 / 1.2, abs=1e-4)
     assert auto["over_dflash_interval"] == [auto["over_dflash"][1]] * 2  # all rounds were equally disturbed
     assert engine.interval_of_median([1.0, 1.1, 0.9, 1.05, 0.95]) == engine.interval_of_median(
         [1.0, 1.1, 0.9, 1.05, 0.95]
