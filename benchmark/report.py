@@ -373,6 +373,7 @@ OPTIONAL_TABLES: dict[str, Callable[[dict], str]] = {
         f"one_rank_{make.__name__}": _one_rank(make)
         for make in (
             one_rank_table.steps,
+            one_rank_table.larger_trees,
             one_rank_table.speeds,
             one_rank_table.eagle,
             one_rank_table.kernels,

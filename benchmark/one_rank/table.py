@@ -60,6 +60,20 @@ def steps(data: dict, s_q: int | None = None) -> tuple[list[str], list[list[str]
     return ["context", *(ARMS[a].label for a in arms), "tree over Triton's tree", "tree over plain Triton"], rows
 
 
+def larger_trees(data: dict) -> tuple[list[str], list[list[str]]]:
+    """Trees beyond the smallest size, on every arm that has them."""
+    arms = {"tree_triton": "Triton", "tree_kdtree_eager": "no graphs", "tree_kdtree": "kdtree_sm120"}
+    sizes = sorted({row["s_q"] for row in data["rows"] if row["arm"] in arms})[1:]
+    columns = ["context", *(f"tree of {n}, {label}" for n in sizes for label in (*arms.values(), "over Triton's"))]
+    cells: dict[int, list[str]] = {context: [f"{context:,}"] for context in by_context(data)}
+    for size in sizes:
+        for context, of in by_context(data, size).items():
+            took = [of[arm]["ms_per_step_p50"] if arm in of else None for arm in arms]
+            stock, _, ours = took
+            cells[context] += [*map(ms, took), f"{stock / ours:.1f}x" if stock and ours else "-"]
+    return columns, list(cells.values())
+
+
 def speeds(data: dict) -> tuple[list[str], list[list[str]]]:
     """tok/s at each accept length, of plain decoding and of the tree on our kernel."""
     columns = ["context", "plain decode, Triton"]
