@@ -154,29 +154,63 @@ def test_pack_every_width(kernels):
         assert torch.equal(words, pack_tree_mask(visible)), f"width {n}"
 
 
-@pytest.mark.parametrize("granule, row_bytes", [(16, 1152), (16, 576), (4, 12), (4, 1156), (1, 5), (1, 33)])
-@pytest.mark.parametrize("n", [1, 9, 40, 193])
-def test_move(kernels, granule, row_bytes, n):
-    """Chains and cycles at every chunk width; padding and indices beyond the buffer move nothing."""
-    generator = torch.Generator().manual_seed(n)
-    slots = n + 7
-    buffers = [torch.randint(0, 256, (slots, row_bytes + 16), dtype=torch.uint8, generator=generator) for _ in range(3)]
-    tgt, src = (torch.randperm(slots, generator=generator)[:n] for _ in range(2))
-    if n > 4:
-        tgt[1], src[2], tgt[3], src[4] = -1, -1, slots, 2**40
+def check_move(kernels, granule, row_bytes, tgt, src, *, slots, num_buffers=3):
+    """The kernel against the CPU op, which gets the pairs that are in range."""
+    generator = torch.Generator().manual_seed(len(tgt))
+    wide = (slots, row_bytes + 16)
+    buffers = [torch.randint(0, 256, wide, dtype=torch.uint8, generator=generator) for _ in range(num_buffers)]
     real = (tgt >= 0) & (src >= 0) & (tgt < slots) & (src < slots)
     want = [b.clone() for b in buffers]
     kv_move_all_layers([w[:, :row_bytes] for w in want], tgt[real], src[real])
     kernels.host_kv_move(
         granule,
-        3,
-        (ctypes.c_void_p * 3)(*[b.data_ptr() for b in buffers]),
-        (ctypes.c_int64 * 3)(*[row_bytes + 16] * 3),
-        (ctypes.c_int32 * 3)(*[row_bytes] * 3),
-        (ctypes.c_int32 * 3)(*[slots] * 3),
+        num_buffers,
+        (ctypes.c_void_p * num_buffers)(*[b.data_ptr() for b in buffers]),
+        (ctypes.c_int64 * num_buffers)(*[row_bytes + 16] * num_buffers),
+        (ctypes.c_int32 * num_buffers)(*[row_bytes] * num_buffers),
+        (ctypes.c_int32 * num_buffers)(*[slots] * num_buffers),
         pointer(tgt),
         pointer(src),
-        n,
+        len(tgt),
     )
     for i, (b, w) in enumerate(zip(buffers, want, strict=True)):
         assert torch.equal(b, w), f"buffer {i}"
+
+
+@pytest.mark.parametrize("granule, row_bytes", [(16, 1152), (16, 576), (4, 12), (4, 1156), (1, 5), (1, 33)])
+@pytest.mark.parametrize("n", [1, 9, 40, 193])
+def test_move(kernels, granule, row_bytes, n):
+    """Chains and cycles at every width; padding and indices beyond the buffer move nothing."""
+    generator = torch.Generator().manual_seed(n)
+    slots = n + 7
+    tgt, src = (torch.randperm(slots, generator=generator)[:n] for _ in range(2))
+    if n > 4:
+        tgt[1], src[2], tgt[3], src[4] = -1, -1, slots, 2**40
+    check_move(kernels, granule, row_bytes, tgt, src, slots=slots)
+
+
+@pytest.mark.parametrize("moving", [0, 2, 40, 190, 700])
+def test_move_of_some_pairs(kernels, moving):
+    """Of 2,000 pairs those that move are listed, in the room that the others do not take."""
+    generator = torch.Generator().manual_seed(moving)
+    slots = 2100
+    tgt = torch.randperm(slots, generator=generator)[:2000]
+    src = tgt.clone()
+    at = torch.randperm(2000, generator=generator)[: moving + 30]
+    src[at[:moving]] = tgt[at[:moving]].roll(1)
+    src[at[moving:]] = -1
+    check_move(kernels, 16, 1152 if moving < 100 else 80, tgt, src, slots=slots)
+
+
+# At 16, 4 and 1 bytes 4096, 8192 and 10922 pairs can be listed; above that all n take room, in words as wide as fit.
+@pytest.mark.parametrize(
+    "granule, n, moving",
+    [(16, n, n) for n in (4096, 4097, 6144, 6145, 24577)]
+    + [(16, 9000, 4096), (4, 8192, 8192), (4, 8193, 8193), (4, 24577, 24577), (1, 10922, 10922), (1, 10923, 10923)],
+)
+def test_move_of_more_pairs_than_can_be_listed(kernels, granule, n, moving):
+    generator = torch.Generator().manual_seed(n)
+    tgt = torch.randperm(n + 3, generator=generator)[:n]
+    src = tgt.clone()
+    src[:moving] = tgt[:moving].roll(1)
+    check_move(kernels, granule, 2 * granule, tgt, src, slots=n + 3, num_buffers=1)

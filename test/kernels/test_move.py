@@ -104,9 +104,9 @@ def test_any_overlap(data):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("n", [1, 9, 192, 193, 1000, 6144, 6145, 24576, 24577])
-def test_move_chunk_widths_on_gpu(n):
-    """Every chunk width of the kernel: n rows share 96 KiB of shared memory."""
+@pytest.mark.parametrize("n", [1, 9, 189, 190, 1000, 4096, 4097, 6144, 6145, 24576, 24577])
+def test_move_widths_on_gpu(n):
+    """Every width of the kernel: n rows, listed or not, share 96 KiB of shared memory."""
     slots = n + 5
     generator = torch.Generator().manual_seed(n)
     tgt = torch.randperm(slots, generator=generator)[:n].tolist()
@@ -117,6 +117,23 @@ def test_move_chunk_widths_on_gpu(n):
         src,
         "cuda",
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [0, 0.15, 0.6])
+@pytest.mark.parametrize("b, columns", [(1, 8), (64, 8), (256, 8), (256, 32)])
+def test_move_of_accepted_paths_on_gpu(b, columns, share):
+    """Paths to the front of their windows; a pair past the end of a path moves nothing."""
+    nodes, slots = 4 * columns, 33000
+    generator = torch.Generator().manual_seed(b)
+    windows = torch.randperm(slots, generator=generator)[: b * nodes].view(b, nodes)
+    path = torch.rand(b, nodes, generator=generator).argsort(-1)[:, :columns].sort(-1).values
+    accepted = torch.rand(b, columns, generator=generator).cumsum(-1) < 2 * share * columns * torch.rand(
+        b, 1, generator=generator
+    )
+    path = torch.where(accepted, path, torch.arange(columns)) if share else torch.arange(columns).expand(b, columns)
+    tgt, src = windows[:, :columns].flatten(), windows.gather(1, path).flatten()
+    check([make_buffer((576,), torch.bfloat16, slots, i, "cuda") for i in range(2)], tgt.tolist(), src.tolist(), "cuda")
 
 
 @pytest.mark.gpu

@@ -17,22 +17,41 @@ inline bool all_multiples_of(const KvMoveParams& params, int granule) {
   return true;
 }
 
+// Blocks of all shared memory that the current device holds at once.
+inline cudaError_t resident_blocks(int* blocks) {
+  int device = 0, sms = 0, smem = 0;
+  if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  if (cudaError_t error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+      error != cudaSuccess)
+    return error;
+  if (cudaError_t error =
+          cudaDeviceGetAttribute(&smem, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+      error != cudaSuccess)
+    return error;
+  *blocks = sms * std::max(smem / kv_move_config::kBlockSmemBytes, 1);
+  return cudaSuccess;
+}
+
 template <int Granule>
 cudaError_t launch_kv_move(const KvMoveParams& params, cudaStream_t stream) {
   using namespace kv_move_config;
-  int row_bytes = 0;
+  int longest_row = 0;
   for (int i = 0; i < params.num_buffers; ++i)
-    row_bytes = std::max(row_bytes, params.buffers[i].row_bytes);
-  if (row_bytes == 0) return cudaSuccess;
-  const int chunk = chunk_bytes(params.n, Granule);
-  int log2_words = 0;
-  while ((Granule << log2_words) < chunk) ++log2_words;
+    longest_row = std::max(longest_row, params.buffers[i].row_bytes);
+  if (longest_row == 0) return cudaSuccess;
   if (cudaError_t error = allow_dynamic_smem<kv_move_kernel<Granule>, kSmemBytes>();
       error != cudaSuccess)
     return error;
-  const dim3 grid((row_bytes + chunk - 1) / chunk, params.num_buffers);
-  kv_move_kernel<Granule>
-      <<<grid, kThreads, static_cast<size_t>(params.n) * chunk, stream>>>(params, log2_words);
+  const bool small = is_small(params.n);
+  const int64_t narrowest = small ? kMaxPieceBytes : Granule;
+  int64_t blocks = (longest_row + narrowest - 1) / narrowest * params.num_buffers;
+  if (!small) {
+    int resident = 0;
+    if (cudaError_t error = resident_blocks(&resident); error != cudaSuccess) return error;
+    blocks = std::min<int64_t>(blocks, resident);
+  }
+  kv_move_kernel<Granule><<<static_cast<unsigned>(blocks), small ? kFewThreads : kMaxThreads,
+                            smem_bytes(params.n), stream>>>(params, longest_row);
   return cudaGetLastError();
 }
 

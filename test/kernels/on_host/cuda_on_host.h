@@ -28,7 +28,7 @@ struct dim3 {
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
-inline dim3 threadIdx{0}, blockIdx{0};
+inline dim3 threadIdx{0}, blockIdx{0}, gridDim{0}, blockDim{0};
 
 namespace on_host {
 
@@ -110,6 +110,7 @@ inline void run_block(unsigned threads, const std::function<void()>& kernel) {
 
 template <class Kernel>
 void launch(dim3 grid, unsigned threads, const Kernel& kernel) {
+  gridDim = grid, blockDim = {threads};
   for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y)
     for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) run_block(threads, kernel);
   blockIdx = {0};

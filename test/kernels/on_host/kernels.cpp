@@ -48,14 +48,12 @@ extern "C" void host_pack_tree_mask(const uint8_t* visible, uint64_t* words, int
   on_host::launch({blocks}, kThreads, [&] { pack_tree_mask_kernel(params); });
 }
 
+// Five blocks, so that each has several pieces: any number is right.
 template <int Granule>
-void move(const KvMoveParams& params, int row_bytes) {
-  const int chunk = kv_move_config::chunk_bytes(params.n, Granule);
-  int log2_words = 0;
-  while ((Granule << log2_words) < chunk) ++log2_words;
-  const dim3 grid{unsigned((row_bytes + chunk - 1) / chunk), unsigned(params.num_buffers)};
-  on_host::launch(grid, kv_move_config::kThreads,
-                  [&] { kv_move_kernel<Granule>(params, log2_words); });
+void move(const KvMoveParams& params, int longest_row) {
+  using namespace kv_move_config;
+  on_host::launch({5}, is_small(params.n) ? kFewThreads : kMaxThreads,
+                  [&] { kv_move_kernel<Granule>(params, longest_row); });
 }
 
 // bases, strides, rows, slots: one entry a buffer.
@@ -66,7 +64,7 @@ extern "C" void host_kv_move(int granule, int num_buffers, char* const* bases,
   int longest = 0;
   for (int i = 0; i < num_buffers; ++i) {
     params.buffers[i] = {bases[i], strides[i], row_bytes[i], slots[i]};
-    longest = row_bytes[i] > longest ? row_bytes[i] : longest;
+    longest = max(longest, row_bytes[i]);
   }
   params.tgt = tgt;
   params.src = src;
