@@ -40,7 +40,8 @@ __device__ __forceinline__ MergeUnit<C> merge_unit(const MlaTreeVerifyParams& pa
   u.num_parts = begin == end ? 0 : column_of_tile(end - 1, num_tiles, columns) - first_column + 1;
   const Partial<C> first(params, row_tiles, max_columns, first_column + u.request, u.row_tile);
   u.o = first.o + Partial<C>::o_index(u.warp, u.column_pair, u.row_block, lane);
-  u.stats = reinterpret_cast<const float4*>(first.stats + first_row_of_lane(u.row_block, lane));
+  u.stats = reinterpret_cast<const float4*>(first.stats + u.warp * C::kRows +
+                                            first_row_of_lane(u.row_block, lane));
   return u;
 }
 
@@ -64,7 +65,7 @@ __device__ __forceinline__ void merge_parts(MergeSharedMemory& smem, const Merge
       const int part = first + i * kMergeWarps;
       r_stats[i] = make_float4(-INFINITY, 0.f, -INFINITY, 0.f), r_o[i] = uint4{};
       if (part < unit.num_parts) {
-        r_stats[i] = __ldg(unit.stats + part * row_tiles * (C::kRows / 2));
+        r_stats[i] = __ldg(unit.stats + part * row_tiles * (Partial<C>::kStats / 2));
         r_o[i] = __ldg(unit.o + part * row_tiles * Partial<C>::kO);
       }
     }
@@ -84,7 +85,7 @@ __device__ __forceinline__ void merge_parts(MergeSharedMemory& smem, const Merge
       const uint32_t packed[4] = {r_o[i].x, r_o[i].y, r_o[i].z, r_o[i].w};
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const float2 pair = arch::unpack_bf16(packed[k]);
+        const float2 pair = arch::unpack_f16(packed[k]);
         r_sum[2 * k] += weight.x * pair.x, r_sum[2 * k + 1] += weight.y * pair.y;
       }
     }

@@ -80,10 +80,10 @@ MLA_HOST_DEVICE constexpr int64_t partial_slots(int b, int row_tiles, int num_sm
   return int64_t{max_columns(row_tiles, num_sms)} + b - 1;
 }
 
-// One partial result: O of all row tiles relative to 2^row_max, in bf16, in the order of the MMA
-// accumulators, then fp32 (row_max, sum) of each row.
+// One partial result: O of all row tiles in fp16, in the order of the MMA accumulators, then of
+// each value warp and row fp32 (what O is relative to, log2; sum).
 MLA_HOST_DEVICE constexpr int64_t partial_bytes(int row_tiles, int row_blocks) {
-  return int64_t{row_tiles} * 8 * row_blocks * (kDv * 2 + 8);
+  return int64_t{row_tiles} * 8 * row_blocks * (kDv * 2 + 8 * kValueWarps);
 }
 
 // Enough for every cache format and GPU.

@@ -111,8 +111,8 @@ __device__ __forceinline__ void pv_gemm(OFragments<C>& r_o, VFragments& r_v,
 // Where a partial result is. See schedule.h.
 template <class C>
 struct Partial {
-  uint4* o;       // of a row tile: [value warp][pair of column blocks][row block][lane], 8 bf16
-  float2* stats;  // [row of the tile]: row_max, sum
+  uint4* o;       // of a row tile: [value warp][pair of column blocks][row block][lane], 8 fp16
+  float2* stats;  // [value warp][row of the tile]: what this warp's O is relative to, log2; sum
 
   __device__ Partial(const MlaTreeVerifyParams& params, int row_tiles, int max_columns, int slot,
                      int row_tile) {
@@ -120,10 +120,11 @@ struct Partial {
                   tiles = int64_t{max_columns + params.b - 1} * row_tiles;
     o = static_cast<uint4*>(params.workspace) + tile * kO;
     stats = reinterpret_cast<float2*>(static_cast<uint4*>(params.workspace) + tiles * kO) +
-            tile * C::kRows;
+            tile * kStats;
   }
 
-  static constexpr int kO = C::kRows * kDv / 8;  // uint4 of a row tile
+  static constexpr int kO = C::kRows * kDv / 8;          // uint4 of a row tile
+  static constexpr int kStats = kValueWarps * C::kRows;  // float2 of a row tile
   __device__ static int o_index(int warp, int column_pair, int row_block, int lane) {
     return ((warp * (kColumnBlocks / 2) + column_pair) * C::kRowBlocks + row_block) * kWarp + lane;
   }
@@ -136,7 +137,19 @@ __device__ __forceinline__ float2 inverse_row_sums(const float* row_sum, int row
                      sum.y == 0.f ? 0.f : __fdividef(1.f, sum.y));
 }
 
-// The request has other segments: for the merge kernel.
+// The power of two that brings a row into the range of fp16, by its largest element.
+__device__ __forceinline__ float scale_to_f16(float largest) {
+  const int exponent =
+      max(static_cast<int>(__float_as_uint(largest) >> 23), 127 - 46);  // a sum times it is finite
+  return __int_as_float((127 + 127 + 14 - exponent) << 23);
+}
+
+__device__ __forceinline__ float log2_of_power(float power) {
+  return static_cast<float>(static_cast<int>(__float_as_uint(power) >> 23) - 127);
+}
+
+// The request has other segments: for the merge kernel. O is fp16, each row of this warp's columns
+// times a power of two; the sum is, too, and row_max what takes it back.
 template <class C>
 __device__ __forceinline__ void store_partial(const OFragments<C>& r_o,
                                               const MlaTreeVerifyParams& params, int slot,
@@ -146,19 +159,37 @@ __device__ __forceinline__ void store_partial(const OFragments<C>& r_o,
   const Partial<C> partial(params, gridDim.x, gridDim.y, slot, blockIdx.x);
 #pragma unroll
   for (int j = 0; j < C::kRowBlocks; ++j) {
+    float2 largest = make_float2(0.f, 0.f);
+#pragma unroll
+    for (int m = 0; m < kColumnBlocks; ++m) {
+      largest.x = fmaxf(largest.x, fmaxf(fabsf(r_o[m][j][0]), fabsf(r_o[m][j][2])));
+      largest.y = fmaxf(largest.y, fmaxf(fabsf(r_o[m][j][1]), fabsf(r_o[m][j][3])));
+    }
+#pragma unroll
+    for (int distance = 4; distance < kWarp; distance *= 2) {
+      largest.x = fmaxf(largest.x, __shfl_xor_sync(~0u, largest.x, distance));
+      largest.y = fmaxf(largest.y, __shfl_xor_sync(~0u, largest.y, distance));
+    }
+    const float2 scale = make_float2(scale_to_f16(largest.x), scale_to_f16(largest.y));
 #pragma unroll
     for (int m = 0; m < kColumnBlocks; m += 2) {
       uint4 v;
-      v.x = arch::pack_bf16(r_o[m][j][0], r_o[m][j][1]);
-      v.y = arch::pack_bf16(r_o[m][j][2], r_o[m][j][3]);
-      v.z = arch::pack_bf16(r_o[m + 1][j][0], r_o[m + 1][j][1]);
-      v.w = arch::pack_bf16(r_o[m + 1][j][2], r_o[m + 1][j][3]);
+      v.x = arch::pack_f16(r_o[m][j][0] * scale.x, r_o[m][j][1] * scale.y);
+      v.y = arch::pack_f16(r_o[m][j][2] * scale.x, r_o[m][j][3] * scale.y);
+      v.z = arch::pack_f16(r_o[m + 1][j][0] * scale.x, r_o[m + 1][j][1] * scale.y);
+      v.w = arch::pack_f16(r_o[m + 1][j][2] * scale.x, r_o[m + 1][j][3] * scale.y);
       partial.o[Partial<C>::o_index(warp, m / 2, j, lane)] = v;
+    }
+    if (lane < 4) {
+      const int row = first_row_of_lane(j, lane);
+      const float2 top = *reinterpret_cast<const float2*>(&row_max[row]),
+                   sum = *reinterpret_cast<const float2*>(&row_sum[row]);
+      *reinterpret_cast<float4*>(&partial.stats[warp * C::kRows + row]) =
+          make_float4(top.x - log2_of_power(scale.x), sum.x * scale.x,
+                      top.y - log2_of_power(scale.y), sum.y * scale.y);
     }
     __syncwarp();  // one block at a time: no registers to spare
   }
-  const int r = warp * kWarp + lane;
-  if (r < C::kRows) partial.stats[r] = make_float2(row_max[r], row_sum[r]);
 }
 
 // The request has this segment alone: its result.
