@@ -90,7 +90,8 @@ def expected_of(backend, rows, prefixes, q, visible, layer, width=N):
 
 
 def close_to(out, expected, device):
-    limit = dict(rtol=2e-5, atol=2e-5) if device == "cpu" else dict(rtol=2.0**-7, atol=2e-3)
+    # On a GPU each weight is rounded by up to 2^-9 of itself: an error of up to 2^-8 where terms around 2 cancel.
+    limit = dict(rtol=2e-5, atol=2e-5) if device == "cpu" else dict(rtol=2.0**-7, atol=2.0**-8)
     torch.testing.assert_close(out.cpu().float(), expected, **limit)
 
 
