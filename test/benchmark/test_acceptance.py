@@ -382,7 +382,7 @@ def test_the_committed_files_of_engines_are_consistent_and_fill_their_tables(nam
 
 
 def test_auto_keeps_its_promise_in_the_committed_files():
-    """At most 2 % slower than upstream's chain: greedy answers by the least times of steps, sampled ones on the same text."""
+    """At most 2 % slower than upstream's chain: greedy answers by least times, sampled ones on the same text."""
     greedy, sampled = (
         [
             row

@@ -99,6 +99,16 @@ def test_chunks_hold_the_best_of_a_wide_row(width, rows, wanted, data):
     torch.testing.assert_close(norm, logits.logsumexp(-1, keepdim=True))
 
 
+def test_a_chunk_without_a_finite_logit_spoils_no_sum(monkeypatch):
+    monkeypatch.setattr(ddtree_draft, "CHUNK", 4)
+    monkeypatch.setattr(ddtree_draft, "MANY_LOGITS", 1)
+    logits = torch.arange(12.0).view(1, 12)
+    logits[:, 4:8] = float("-inf")
+    best, _, norm = best_of(logits, 3)
+    assert torch.equal(best, logits.topk(3).values)
+    torch.testing.assert_close(norm, logits.logsumexp(-1, keepdim=True))
+
+
 def check_wide_rows(device, dtype, monkeypatch):
     """Widths that fill their chunks and the programs of chunks, and widths that do not."""
     monkeypatch.setattr(ddtree_draft, "MANY_LOGITS", 1)

@@ -60,7 +60,9 @@ def best_of(
         logits = logits.float()
         return *logits.topk(k, dim=-1), logits.logsumexp(dim=-1, keepdim=True)
     best, total = chunks_of(logits)
-    norm = (best + total.log()).logsumexp(dim=-1, keepdim=True)
+    # A chunk of nothing but -inf has no sum: its maximum says it all.
+    norm = torch.where(best.isneginf(), best, best + total.log())
+    norm = norm.logsumexp(dim=-1, keepdim=True)
     chosen = best.topk(min(k, best.shape[-1]), dim=-1).indices
     near = chosen[:, :, None] * CHUNK + torch.arange(CHUNK, device=logits.device)
     near = near.flatten(1)
