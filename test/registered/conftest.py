@@ -12,7 +12,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-TORCHVISION_OPS = Path(__file__).resolve().parents[2] / "python/sglang/srt/platforms/torchvision_ops.py"
+TORCHVISION_OPS = (
+    Path(__file__).resolve().parents[2]
+    / "python/sglang/srt/platforms/torchvision_ops.py"
+)
 
 
 def stand_in_for_datasets() -> None:
@@ -29,7 +32,9 @@ if "datasets" not in sys.modules:
 
 def declare_torchvision_operators() -> None:
     """As the fork's CPU platform does, by the file itself: importing it from sglang would be too late."""
-    spec = importlib.util.spec_from_file_location("declared_torchvision_ops", TORCHVISION_OPS)
+    spec = importlib.util.spec_from_file_location(
+        "declared_torchvision_ops", TORCHVISION_OPS
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # a declaration lives as long as its module
     spec.loader.exec_module(module)
