@@ -38,6 +38,11 @@ def ragged_batch():
     return prompts, [GREEDY | {"max_new_tokens": rng.randrange(5, 90)} for _ in prompts]
 
 
+def grammar_batch():
+    """A short head, then what may go on for ever: a path of any depth meets the grammar."""
+    return ["value = "], {"temperature": 0, "max_new_tokens": 24, "regex": "[a-c]{3}(x|yz)+[0-9]{4}"}
+
+
 def seeded_batch():
     """Sampled requests, a seed each: without filters, and with top-p and top-k."""
     texts = [

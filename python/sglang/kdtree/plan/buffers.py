@@ -58,7 +58,7 @@ def kdtree_buffer_bytes(
 def workspace_bytes(*, batch: int, tree_size: int, heads: int, sms: int = SMS) -> int:
     """The verify kernel's partial results: csrc/mla_tree_verify/schedule.h in Python.
 
-    A slot for every column of blocks and request, in bf16 with float32 maxima and sums; the most
+    A slot for every column of blocks and request, in fp16 with float32 maxima and sums of 4 warps; the most
     that any KV format takes (row tiles of up to 5, 4 or 2 blocks of 8 rows).
     """
     blocks = -(-tree_size * heads // 8)
@@ -67,7 +67,7 @@ def workspace_bytes(*, batch: int, tree_size: int, heads: int, sms: int = SMS) -
         tile = min(range(largest, 0, -1), key=lambda n: -(-blocks // n) * (n + 3))
         tiles = -(-blocks // tile)
         slots = max(1, sms // tiles) + batch - 1
-        return slots * tiles * 8 * tile * (512 * 2 + 8)
+        return slots * tiles * 8 * tile * (512 * 2 + 4 * 8)
 
     return max(partials(largest) for largest in (5, 4, 2))
 
