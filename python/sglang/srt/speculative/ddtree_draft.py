@@ -15,6 +15,8 @@ from sglang.srt.speculative.dflash_utils import is_dense_head_weight
 # Entries of the vocabulary whose best one and whose sum are known after one pass.
 CHUNK = 128
 CHUNKS_OF_A_PROGRAM = 16
+# Sums are relative to no less: a chunk of nothing but -inf has the sum 0, not NaN.
+LOWEST = torch.finfo(torch.float32).min
 # With fewer logits torch's own selection is as fast.
 MANY_LOGITS = 4 << 20
 
@@ -60,9 +62,7 @@ def best_of(
         logits = logits.float()
         return *logits.topk(k, dim=-1), logits.logsumexp(dim=-1, keepdim=True)
     best, total = chunks_of(logits)
-    # A chunk of nothing but -inf has no sum: its maximum says it all.
-    norm = torch.where(best.isneginf(), best, best + total.log())
-    norm = norm.logsumexp(dim=-1, keepdim=True)
+    norm = (best + total.log()).logsumexp(dim=-1, keepdim=True)
     chosen = best.topk(min(k, best.shape[-1]), dim=-1).indices
     near = chosen[:, :, None] * CHUNK + torch.arange(CHUNK, device=logits.device)
     near = near.flatten(1)
@@ -82,18 +82,25 @@ def chunks_of(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             logits.float(), (0, chunks * CHUNK - width), value=float("-inf")
         ).view(n, chunks, CHUNK)
         best = rows.amax(dim=-1)
-        return best, (rows - best[:, :, None]).exp().sum(dim=-1)
+        return best, (rows - best.clamp(min=LOWEST)[:, :, None]).exp().sum(dim=-1)
     best, total = logits.new_empty(2, n, chunks, dtype=torch.float32)
     grid = (n, triton.cdiv(chunks, CHUNKS_OF_A_PROGRAM))
-    _chunks_kernel[grid](
-        logits, best, total, logits.stride(0), width, chunks, CHUNK, CHUNKS_OF_A_PROGRAM
-    )
+    sizes = CHUNK, CHUNKS_OF_A_PROGRAM, LOWEST
+    _chunks_kernel[grid](logits, best, total, logits.stride(0), width, chunks, *sizes)
     return best, total
 
 
 @triton.jit
 def _chunks_kernel(
-    x, best, total, row_stride, width, chunks, CHUNK: tl.constexpr, COUNT: tl.constexpr
+    x,
+    best,
+    total,
+    row_stride,
+    width,
+    chunks,
+    CHUNK: tl.constexpr,
+    COUNT: tl.constexpr,
+    LOWEST: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
@@ -103,7 +110,7 @@ def _chunks_kernel(
     most = tl.max(value, axis=1)
     real = chunk < chunks
     tl.store(best + row * chunks + chunk, most, mask=real)
-    sums = tl.sum(tl.exp(value - most[:, None]), axis=1)
+    sums = tl.sum(tl.exp(value - tl.maximum(most, LOWEST)[:, None]), axis=1)
     tl.store(total + row * chunks + chunk, sums, mask=real)
 
 
