@@ -8,6 +8,7 @@ import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from .edits import num_lines
 from .errors import Refused
 from .plan import Plan
 from .upstream import Pin
@@ -28,7 +29,7 @@ def measure(plan: Plan) -> Delta:
         lines=sum(path.read_bytes().count(b"\n") for path in plan.own.values()),
         edits=len(plan.edits),
         modules=len({edit.module for edit in plan.edits}),
-        inserted_lines=sum(len(edit.text.splitlines()) for edit in plan.edits),
+        inserted_lines=sum(num_lines(edit.text) for edit in plan.edits),
     )
 
 

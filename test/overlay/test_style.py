@@ -43,6 +43,18 @@ def test_our_files_pass(check):
 
 
 @pytest.mark.parametrize("check", COMMANDS)
+def test_the_files_that_we_edit_pass(check, fork_plan, tmp_path):
+    """A patch that upstream's formatter would change fails its lint."""
+    for path, text in fork_plan.edited.items():
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(text)
+    assert len(fork_plan.edited) > 10
+    result = run(check, tmp_path / "sglang")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("check", COMMANDS)
 def test_upstreams_own_files_pass(check, upstreams):
     """Else the settings are not upstream's: look up its hooks at the pinned release."""
     result = run(check, *upstreams)

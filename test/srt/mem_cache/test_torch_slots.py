@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang.srt.mem_cache.torch_slots import gather_extend_slots, write_slot_ranges
+from sglang.srt.mem_cache.torch_slots import gather_extend_slots, write_slots
 
 
 @st.composite
@@ -30,7 +30,7 @@ def test_ranges_are_written_in_order_and_nothing_else_is(case, spare, index_type
         expected[row, start:end] = slots[at : at + end - start].int()
         at += end - start
 
-    write_slot_ranges(rows, table, starts.to(index_type), ends.to(index_type), slots)
+    write_slots(rows, table, starts.to(index_type), ends.to(index_type), slots)
 
     assert torch.equal(table, expected)
 

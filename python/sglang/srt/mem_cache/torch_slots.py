@@ -12,7 +12,7 @@ from sglang.srt.runtime_context import attention_backends
 from sglang.srt.utils import support_triton
 
 
-def write_slot_ranges(
+def write_slots(
     req_pool_indices: torch.Tensor,
     req_to_token: torch.Tensor,
     start_offset: torch.Tensor,
@@ -49,7 +49,7 @@ def gather_extend_slots(
     return req_to_token[req_pool_indices.long()[:, None], columns].long().reshape(-1)
 
 
-def unless_triton(function: Callable, torch_form: Callable) -> Callable:
+def on_triton(function: Callable, torch_form: Callable) -> Callable:
     """The function, or its torch form where the platform launches no Triton kernel."""
 
     @functools.wraps(function)

@@ -36,7 +36,7 @@ class TestCustomOpDispatchKey(CustomTestCase):
         ]
 
     def test_an_out_of_tree_platform_on_the_cpu(self):
-        self.assertEqual(self.register("on_cpu", "cpu"), ["CPU"])
+        self.assertIn("CPU", self.register("on_cpu", "cpu"))
         result = torch.ops.dispatch_key_test.on_cpu(torch.ones(2))
         self.assertEqual(result.tolist(), [2, 2])
 
