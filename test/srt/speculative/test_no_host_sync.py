@@ -196,13 +196,13 @@ def test_a_step(device, greedy, layout, option, learns):
 def test_steps_of_a_server(tmp_path, budget):
     """Greedy and sampled requests, more than run at once, so that others join and leave between the steps."""
     from e2e.plugins import plugin_environment
-    from srt.mem_cache.test_defrag_gpu import GREEDY, Case, Server
+    from srt.mem_cache.test_defrag_gpu import GREEDY, OFF, Case, Server
 
     entries = json.loads((MODELS / "expected_steps.json").read_text())["entries"][:20]
     plugins = tmp_path / "plugins"
     plugins.mkdir()
-    case = Case(["--speculative-ddtree-budget", budget], plugin_environment(plugins, PLUGIN))
-    with Server(case, tmp_path / "server.log") as server:
+    case = Case(("--speculative-ddtree-budget", budget), checked=False, env=plugin_environment(plugins, PLUGIN))
+    with Server(case, OFF, tmp_path / "server.log") as server:
         for parameters in (GREEDY, GREEDY | {"temperature": 0.8, "top_p": 0.95, "top_k": 40}):
             texts = [entry["prompt"] for entry in entries]
             response = requests.post(
