@@ -122,8 +122,14 @@ class TestBackendsDump:
     @pytest.mark.parametrize(("ours", "verdict"), [("exact", "both-right"), ("chain", "kdtree-wrong")])
     def test_round_trip(self, tmp_path, case, cli, ours, verdict):
         report = pytest.importorskip("sglang.srt.layers.attention.kdtree_report")
+        req_to_token = torch.zeros(4, 64, dtype=torch.int32)
         latch = report.MismatchLatch(
-            num_tokens=S_Q, num_heads=H_Q, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, device=torch.device("cpu")
+            req_to_token=req_to_token,
+            num_tokens=S_Q,
+            num_heads=H_Q,
+            dtype=torch.bfloat16,
+            kv_dtype=torch.bfloat16,
+            device=torch.device("cpu"),
         )
         latch.q.copy_(case["q"])
         latch.ours.copy_(case[ours])
@@ -134,12 +140,10 @@ class TestBackendsDump:
         slots = torch.randperm(200)[:PREFIX]
         kv_cache = torch.full((200, 1, 576), float("nan"), dtype=torch.bfloat16)
         kv_cache[slots, 0] = case["rows"][:PREFIX]
-        req_to_token = torch.zeros(4, 64, dtype=torch.int32)
         req_to_token[2, :PREFIX] = slots.int()
+        latch.slots.copy_(req_to_token[2])
         layer = SimpleNamespace(scaling=0.05, logit_cap=0.0, k_scale=None, v_scale=None)
-        dumped = report.build_reproducer(
-            latch, req_to_token=req_to_token, kv_cache=kv_cache, layer=layer, page_size=1, tp_rank=3
-        )
+        dumped = report.build_reproducer(latch, kv_cache=kv_cache, layer=layer, page_size=1, tp_rank=3)
         assert "reproducer" in dumped.save(tmp_path)
         _, document = cli("probe", "verify", "--dump", tmp_path)
         (row,) = document["reproducers"]

@@ -98,9 +98,39 @@ def test_the_environment_sets_the_default_of_the_mode(fresh_process, monkeypatch
         default_verify_mode()
 
 
+def test_a_folder_for_mismatches_is_tried_at_start(tmp_path):
+    from sglang.srt.layers.attention.kdtree_registry import check_dump_dir
+
+    check_dump_dir(str(tmp_path / "a" / "b"), "validate")
+    assert (tmp_path / "a" / "b").is_dir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"--kdtree-dump-dir \S+/file needs .* a folder to write to: .*File exists"):
+        check_dump_dir(str(tmp_path / "file"), "validate")
+    with pytest.raises(ValueError, match="--kdtree-dump-dir x needs --kdtree-verify validate; it is on"):
+        check_dump_dir("x", "on")
+
+
 def test_a_drafter_that_names_no_backend_keeps_its_targets():
     """A name that is not in this list becomes flashinfer, with a warning in the log."""
     assert {"torch_reference", "kdtree_sm120"} <= set(DRAFT_ATTENTION_BACKEND_CHOICES)
+
+
+def test_an_eagle_tree_may_use_pages(make_args, monkeypatch):
+    from sglang.srt.arg_groups import speculative_hook
+
+    monkeypatch.setattr(speculative_hook, "_check_oot_speculative_algorithm", lambda **_: None)  # of a CPU
+
+    def resolved(backend):
+        args = make_args(
+            speculative_algorithm="EAGLE", attention_backend=backend, page_size=64, speculative_num_steps=4,
+            speculative_eagle_topk=4, speculative_num_draft_tokens=16,
+        )  # fmt: skip
+        record_foreign_defaults(args, "test", speculative_hook._handle_eagle_family)
+        return resolving_view(args)
+
+    with pytest.raises(ValueError, match="speculative_eagle_topk > 1 with page_size > 1"):
+        resolved("torch_native")
+    assert resolved("kdtree_sm120").speculative_eagle_topk == 4
 
 
 def test_ddtree_fills_in_its_defaults(make_args):

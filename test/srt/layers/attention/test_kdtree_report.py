@@ -12,6 +12,7 @@ from sglang.kdtree.probe.reproducer import load_reproducer, recompute
 from sglang.srt.layers.attention import kdtree_report
 from sglang.srt.layers.attention.kdtree_report import KDTreeMetrics, Validation, is_report_step
 from sglang.srt.layers.attention.kdtree_verify import TreeVerifier, VerifyErrors, VerifyStep
+from sglang.srt.managers import idle_calls
 
 N, H, ROW_WIDTH, PREFIXES, ROWS = 3, 2, 40, [11, 0, 5], [2, 1, 0]
 TREE = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.uint8)
@@ -21,6 +22,7 @@ LAYER = 6  # of a pipeline stage that begins at layer 4
 def make_case(monkeypatch, tmp_path, kv_dtype=torch.bfloat16, dump=True, metrics=None, seed=0):
     """Two requests and one row of padding, whose inputs are given; the stock result is what compare() is told."""
     monkeypatch.setattr(kdtree_report.atexit, "register", lambda function: None)
+    monkeypatch.setattr(idle_calls, "_calls", [])
     generator = torch.Generator().manual_seed(seed)
     table = torch.zeros(3, ROW_WIDTH, dtype=torch.int32)
     table[1:] = (torch.randperm(99, generator=generator)[: 2 * ROW_WIDTH] + 1).view(2, ROW_WIDTH)
@@ -140,10 +142,43 @@ def test_a_reproducer_over_the_limit_is_not_written(monkeypatch, tmp_path):
     case = make_case(monkeypatch, tmp_path)
     compare(case, case.ours + 9)
     reproducer = kdtree_report.build_reproducer(
-        case.validation.latch, req_to_token=case.table, kv_cache=case.kv, layer=case.layer, page_size=1, tp_rank=0
+        case.validation.latch, kv_cache=case.kv, layer=case.layer, page_size=1, tp_rank=0
     )
     assert "at most 1000 are written" in reproducer.save(tmp_path / "none", limit_bytes=1000)
     assert not (tmp_path / "none").exists()
+
+
+def test_a_folder_that_cannot_be_written_ends_no_step(monkeypatch, tmp_path, caplog):
+    case = make_case(monkeypatch, tmp_path)
+    (tmp_path / "dumps").write_text("a file")
+    compare(case, case.ours + 9)
+    case.validation.tick()
+    case.validation.tick()
+    assert f"no reproducer: {tmp_path / 'dumps' / 'kdtree-mismatch-rank1-layer6'}" in caplog.text
+    assert "cannot be written: [Errno 17] File exists" in caplog.text
+
+
+def test_a_drafters_file_has_another_name(monkeypatch, tmp_path):
+    for part in ("", "draft extend"):
+        case = make_case(monkeypatch, tmp_path)
+        case.validation.part = part
+        compare(case, case.ours + 9)
+        case.validation.dump()
+    names = [path.name for path in sorted((tmp_path / "dumps").iterdir())]
+    assert names == [f"kdtree-mismatch-{part}rank1-layer6-context11.safetensors" for part in ("draft-extend-", "")]
+
+
+def test_the_row_of_a_request_may_be_another_ones_by_then(monkeypatch, tmp_path, caplog):
+    """The file holds the slots that the request had, and the log says that they may have been written over."""
+    case = make_case(monkeypatch, tmp_path)
+    row = case.table[2].clone()
+    compare(case, case.ours + 9)
+    case.validation.tick()
+    case.table[2] = case.table[1]
+    case.validation.tick()
+    assert "of a request that has ended since; reproducer" in caplog.text
+    (file,) = (tmp_path / "dumps").iterdir()
+    assert torch.equal(load_reproducer(file).tensors["kv_indices"], row[: 11 + N].long())
 
 
 def test_reports_come_early_and_then_every_256_steps():
@@ -156,11 +191,22 @@ def test_the_log_line_and_the_exit_line(monkeypatch, tmp_path, caplog):
     with caplog.at_level("INFO", logger=kdtree_report.__name__):
         case.validation.tick()
         case.validation.tick()
-        case.validation.finish()
+        case.validation.catch_up()  # nothing is new
+        case.validation.tick()
+        idle_calls.run_idle_calls(lambda: None)
+        idle_calls.run_idle_calls(lambda: None)
     lines = [r.getMessage() for r in caplog.records]
     assert len(lines) == 2
     assert lines[0].startswith("kdtree_sm120 validate: 6 rows compared, 0 over the limit")
-    assert lines[0].endswith("worst layer 0, 2 steps")
+    assert lines[0].endswith("worst layer 4, 2 steps")  # none has errors: the first
+    assert lines[1].endswith("worst layer 4, 3 steps")
+
+
+def test_the_log_line_has_the_worst_layers_own_number_and_keeps_nan(monkeypatch, tmp_path):
+    case = make_case(monkeypatch, tmp_path)
+    compare(case, case.ours.clone().fill_(torch.nan))
+    said = VerifyErrors.describe(case.validation.errors.counters, first_layer=4)
+    assert f"max abs error nan, relative error mean nan max nan, {2 * N} mismatches, worst layer {LAYER}" in said
 
 
 def test_metrics_add_up(monkeypatch, tmp_path):
@@ -181,5 +227,6 @@ def test_metrics_add_up(monkeypatch, tmp_path):
     assert value("validate_rows_total") == 3 * 2 * N
     assert value("validate_rows_over_ulp_total") == value("validate_mismatches_total") == 3
     assert value("validate_max_abs_error", layer=str(LAYER)) == errors_of(case).max_abs
+    assert value("validate_max_rel_error", layer=str(LAYER)) == errors_of(case).max_rel
     assert value("validate_mean_rel_error", layer=str(LAYER)) == errors_of(case).mean_rel
     assert value("fallback_calls_total", reason="sinks") == 1

@@ -2,6 +2,9 @@
 """Names the fork's attention backends, and says what kdtree_sm120 refuses before a model
 is loaded. The classes load when a runner asks."""
 
+import os
+import tempfile
+
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
 
@@ -21,7 +24,7 @@ def create_torch_reference_backend(runner):
     return TorchReferenceAttnBackend(runner)
 
 
-def offer_draft_backends(runner, backends, *, multi_step):
+def offer_draft_backends(runner, backends, multi_step):
     from sglang.srt.layers.attention.kdtree_triton_draft import offer_draft_backends
 
     offer_draft_backends(runner, backends, multi_step=multi_step)
@@ -66,6 +69,17 @@ def check_model(config, num_draft_tokens) -> None:
             f"kdtree_sm120 verifies at most {MAX_S_Q} tokens a request; "
             f"--speculative-num-draft-tokens is {num_draft_tokens}."
         )
+
+
+def check_dump_dir(folder: str, mode: str) -> None:
+    wanted = f"--kdtree-dump-dir {folder} needs --kdtree-verify validate"
+    if mode != "validate":
+        raise ValueError(f"{wanted}; it is {mode}.")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"{wanted} and a folder to write to: {error}.") from error
 
 
 def check_split(prefill, decode, algorithm, mode) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What --kdtree-verify validate finds: counters on the device, a log line every so many
-steps and at exit, Prometheus metrics, and one reproducer file.
+steps, when idle and at exit, Prometheus metrics, and one reproducer file.
 
 ``Validation.compare`` is called by every layer, also inside a captured step: it is
 tensor arithmetic of fixed shapes into static buffers. ``Validation.tick`` is called by
@@ -26,6 +26,7 @@ from sglang.srt.layers.attention.kdtree_verify import (
     VerifyErrors,
     VerifyStep,
 )
+from sglang.srt.managers.idle_calls import call_when_idle
 from sglang.srt.runtime_context import get_observability, get_parallel, get_serving
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Steps between two reports. Before that, reports come at 2, 4, 8 ... steps: a scheduler
-# process ends by a kill, so what exit handlers say is often lost.
+# process ends by a kill, so what exit handlers say is often lost, and a busy one that is
+# killed was never idle.
 REPORT_INTERVAL = 256
 # A request of 185k tokens in bf16 is 213 MB.
 DUMP_LIMIT_BYTES = 256 << 20
@@ -75,6 +77,12 @@ class Collectors:
             "max_abs": Gauge(
                 name="sglang:kdtree_validate_max_abs_error",
                 documentation="Largest difference of an element since the start.",
+                labelnames=[*names, "layer"],
+                multiprocess_mode="mostrecent",
+            ),
+            "max_rel": Gauge(
+                name="sglang:kdtree_validate_max_rel_error",
+                documentation="Largest of a row's difference over its largest element.",
                 labelnames=[*names, "layer"],
                 multiprocess_mode="mostrecent",
             ),
@@ -136,12 +144,14 @@ def metric_labels() -> Optional[dict[str, str]]:
 class MismatchLatch:
     """The first request that is a mismatch, kept on the device until the host looks.
 
-    Prefix KV is not kept: it stays in the pool while the request lives.
+    Prefix KV is not kept: it stays in the pool while the request lives. Its slots are,
+    since a row of req_to_token is another request's as soon as this one ends.
     """
 
     def __init__(
         self,
         *,
+        req_to_token: torch.Tensor,
         num_tokens: int,
         num_heads: int,
         dtype: torch.dtype,
@@ -157,6 +167,8 @@ class MismatchLatch:
         self.draft_kv = zeros(num_tokens, QK_HEAD_DIM, dtype=kv_dtype)
         self.draft_slots = zeros(num_tokens, dtype=torch.int64)
         self.tree_mask = zeros(num_tokens, num_tokens, dtype=torch.uint8)
+        self.req_to_token = req_to_token
+        self.slots = zeros(req_to_token.shape[1], dtype=req_to_token.dtype)
         # taken, layer, row of req_to_token, prefix length, tokens
         self.facts = zeros(5, dtype=torch.int64)
 
@@ -201,6 +213,7 @@ class MismatchLatch:
             mask = torch.ones_like(self.tree_mask[:n, :n]).tril()
         latch(self.tree_mask[:n, :n], mask)
         row = step.rows.long().index_select(0, request)
+        latch(self.slots, self.req_to_token.index_select(0, row))
 
         def number(value: int) -> torch.Tensor:
             return torch.full((1,), value, dtype=torch.int64, device=q.device)
@@ -223,34 +236,39 @@ class Reproducer(msgspec.Struct, frozen=True):
         m = self.metadata
         return (
             f"layer {m['layer']}, s_q {m['s_q']}, h_q {m['h_q']}, context "
-            f"{m['context']}, max abs error {m['max_abs']}"
+            f"{m['context']}, max abs error {m['max_abs']}{m['doubt']}"
         )
 
     def save(self, folder: pathlib.Path, limit_bytes: int = DUMP_LIMIT_BYTES) -> str:
         """-> what was done, for the log"""
         if self.num_bytes > limit_bytes:
             return f"no reproducer: {self.num_bytes} bytes, at most {limit_bytes} are written"
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        folder.mkdir(parents=True, exist_ok=True)
-        name = "kdtree-mismatch-rank{tp_rank}-layer{layer}-context{context}.safetensors"
-        path = folder / name.format(**self.metadata)
-        save_file(self.tensors, path, metadata=self.metadata)
+        name = "{part}rank{tp_rank}-layer{layer}-context{context}.safetensors"
+        path = folder / f"kdtree-mismatch-{name.format(**self.metadata)}"
+        try:  # a full disk must not end a server
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(self.tensors, path, metadata=self.metadata)
+        except (OSError, SafetensorError) as error:
+            return f"no reproducer: {path} cannot be written: {error}"
         return f"reproducer {path}"
 
 
 def build_reproducer(
     latch: MismatchLatch,
     *,
-    req_to_token: torch.Tensor,
     kv_cache: torch.Tensor,
     layer: RadixAttention,
     page_size: int,
     tp_rank: int,
+    part: str = "",
 ) -> Reproducer:
     """Reads the latch: a host sync, once in a server's life."""
     _, layer_id, row, prefix_len, n = latch.facts.tolist()
-    prefix = req_to_token[row, :prefix_len].long()
+    prefix = latch.slots[:prefix_len].long()
+    moved_on = not torch.equal(latch.req_to_token[row, :prefix_len].long(), prefix)
     kv = kv_cache.view(kv_cache.shape[0], QK_HEAD_DIM)[prefix]
     ours, reference = latch.ours[:n], latch.reference[:n]
     error = (ours.float() - reference.float()).abs()
@@ -278,6 +296,9 @@ def build_reproducer(
         "k_scale": layer.k_scale_float if scaled else 1.0,
         "v_scale": layer.v_scale_float if scaled else 1.0,
         "request_id": "",
+        "part": f"{part.replace(' ', '-')}-" if part else "",
+        # Its KV may have been written over between the step and now.
+        "doubt": ", of a request that has ended since" if moved_on else "",
         "tp_rank": tp_rank,
         "max_abs": float(error.max()),
         "mean_rel": float(error.sum() / reference.float().abs().sum()),
@@ -317,7 +338,7 @@ class Validation:
         fp8 = kv_dtype.itemsize == 1
         self.first_layer = first_layer
         self.page_size = page_size
-        self.req_to_token = req_to_token
+        self.part = part
         self.tp_rank = tp_rank
         self.metrics = metrics
         self.dump_dir = dump_dir
@@ -328,6 +349,7 @@ class Validation:
             VerifyErrors.MISMATCH_LIMIT_FP8 if fp8 else VerifyErrors.MISMATCH_LIMIT,
         )
         self.latch = MismatchLatch(
+            req_to_token=req_to_token,
             num_tokens=num_tokens,
             num_heads=num_heads,
             dtype=dtype,
@@ -335,7 +357,7 @@ class Validation:
             device=device,
         )
         self.layers: dict[int, tuple[RadixAttention, torch.Tensor]] = {}
-        self.steps = 0
+        self.steps = self.reported = 0
         self.dumped = False
         pinned = device.type == "cuda"
         self._taken = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
@@ -343,7 +365,8 @@ class Validation:
             self.errors.counters.shape, dtype=torch.float64, pin_memory=pinned
         )
         self._arrived: Optional[torch.cuda.Event] = None
-        atexit.register(self.finish)
+        atexit.register(self.catch_up)
+        call_when_idle(self.catch_up)
 
     def compare(
         self,
@@ -386,11 +409,11 @@ class Validation:
         layer, kv_cache = self.layers[int(self.latch.facts[1])]
         reproducer = build_reproducer(
             self.latch,
-            req_to_token=self.req_to_token,
             kv_cache=kv_cache,
             layer=layer,
             page_size=self.page_size,
             tp_rank=self.tp_rank,
+            part=self.part,
         )
         done = "no reproducer: set --kdtree-dump-dir to get one"
         if self.dump_dir is not None:
@@ -398,12 +421,14 @@ class Validation:
         logger.error("%s: mismatch, %s; %s", self.title, reproducer.describe(), done)
 
     def report(self, counters: torch.Tensor) -> None:
-        described = VerifyErrors.describe(counters)
+        described = VerifyErrors.describe(counters, self.first_layer)
+        self.reported = self.steps
         logger.info("%s: %s, %d steps", self.title, described, self.steps)
         self.metrics.validated(VerifyErrors.summary(counters), self.first_layer)
 
-    def finish(self) -> None:
-        if self.steps:
+    def catch_up(self) -> None:
+        """What has not been reported yet. Waits for the device."""
+        if self.steps > self.reported:
             if self.latch.facts[0].item() and not self.dumped:
                 self.dump()
             self.report(self.errors.counters.cpu())

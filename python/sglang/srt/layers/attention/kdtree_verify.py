@@ -199,41 +199,34 @@ class VerifyErrors:
     @classmethod
     def summary(cls, counters: torch.Tensor) -> list[LayerErrors]:
         """Of a copy of ``counters`` on the host."""
+        layers = [dict(zip(cls._COLUMNS, row)) for row in counters.tolist()]
         return [
             LayerErrors(
                 layer_index=index,
-                max_abs=max_abs,
-                max_rel=max_rel,
-                mean_rel=sum_abs / sum_reference if sum_reference else 0.0,
-                rows=int(rows),
-                rows_over_ulp=int(over),
-                mismatches=int(mismatches),
+                max_abs=row["max_abs"],
+                max_rel=row["max_rel"],
+                mean_rel=row["sum_abs"] / (row["sum_reference"] or 1.0),
+                rows=int(row["rows"]),
+                rows_over_ulp=int(row["rows_over_ulp"]),
+                mismatches=int(row["mismatches"]),
             )
-            for index, (
-                max_abs,
-                max_rel,
-                sum_abs,
-                sum_reference,
-                rows,
-                over,
-                mismatches,
-            ) in enumerate(counters.tolist())
+            for index, row in enumerate(layers)
         ]
 
     @classmethod
-    def describe(cls, counters: torch.Tensor) -> str:
+    def describe(cls, counters: torch.Tensor, first_layer: int = 0) -> str:
         layers = cls.summary(counters)
-        columns = dict(zip(cls._COLUMNS, counters.T.tolist()))
-        total = sum(columns["sum_reference"])
-        relative = sum(columns["sum_abs"]) / total if total else 0.0
+        # A NaN stays one in a tensor's maximum, not in max().
+        most = dict(zip(cls._COLUMNS, counters.amax(dim=0).tolist()))
+        total = dict(zip(cls._COLUMNS, counters.sum(dim=0).tolist()))
+        relative = total["sum_abs"] / (total["sum_reference"] or 1.0)
         worst = max(layers, key=lambda e: (e.mismatches, e.rows_over_ulp, e.max_abs))
         return (
-            f"{sum(e.rows for e in layers)} rows compared, "
-            f"{sum(e.rows_over_ulp for e in layers)} over the limit, max abs error "
-            f"{max(e.max_abs for e in layers):.3e}, relative error mean {relative:.3e} "
-            f"max {max(e.max_rel for e in layers):.3e}, "
-            f"{sum(e.mismatches for e in layers)} mismatches, worst layer "
-            f"{worst.layer_index}"
+            f"{total['rows']:.0f} rows compared, "
+            f"{total['rows_over_ulp']:.0f} over the limit, max abs error "
+            f"{most['max_abs']:.3e}, relative error mean {relative:.3e} max "
+            f"{most['max_rel']:.3e}, {total['mismatches']:.0f} mismatches, worst layer "
+            f"{first_layer + worst.layer_index}"
         )
 
     def report(self) -> str:

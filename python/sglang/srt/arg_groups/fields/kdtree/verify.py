@@ -42,6 +42,8 @@ def refuse_before_loading(server_args, previous) -> None:
         kdtree_registry.check_split(
             *split, cfg.speculative_algorithm, cfg.speculative_attention_mode
         )
+    if cfg.kdtree_dump_dir is not None:
+        kdtree_registry.check_dump_dir(cfg.kdtree_dump_dir, cfg.kdtree_verify)
 
 
 class KDTreeKernel(msgspec.Struct):
