@@ -187,6 +187,15 @@ def test_library_may_use_what_torch_abi_declares(tmp_path):
     kernel_build.check_symbols(shared_library(tmp_path, code))
 
 
+def test_no_source_parses_numbers_by_the_c_library():
+    """With the headers of glibc 2.38 and later, these are new symbols (__isoc23_strtol), which the wheel's tag lacks.
+    Compilers of older systems, such as this test may run on, do not show it."""
+    sources = [path for path in (PACKAGE / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh")]
+    assert len(sources) > 30
+    calls = r"\b(?:std::sto\w+|strto\w+|v?f?sscanf|atoi|atol|atoll|atof)\s*\("
+    assert [path.name for path in sources if re.search(calls, path.read_text())] == []
+
+
 def test_library_may_not_use_an_undeclared_symbol(tmp_path):
     library = shared_library(tmp_path, 'extern "C" void aoti_torch_new_thing(); void f() { aoti_torch_new_thing(); }')
     with pytest.raises(SystemExit, match=r"does not declare: \['aoti_torch_new_thing'\]"):

@@ -89,7 +89,9 @@ inline int device_attribute(cudaDeviceAttr attribute, int device) {
 // Plain code such as "80" runs on every later minor version; a code ending in "a" on its own
 // version alone.
 inline bool runs_on(const std::string& arch, int major, int minor) {
-  const int number = std::stoi(arch);
+  // By hand: strtol, which std::stoi calls, is a symbol of glibc 2.38 where its headers are newer.
+  int number = 0;
+  for (const char c : arch) number = c >= '0' && c <= '9' ? 10 * number + (c - '0') : number;
   const bool exact = arch.back() == 'a';
   return number / 10 == major && (exact ? number % 10 == minor : number % 10 <= minor);
 }
