@@ -16,10 +16,11 @@ INLINE = re.compile(r"`([^`\n]+)`")
 CONTINUED = re.compile(r"\\\n\s*")
 COMMENT = re.compile(r"(^|\s)#.*")
 VARIABLE = re.compile(r"[A-Z_0-9]+=.*", re.DOTALL)
-SHELL = ("", "bash", "sh", "console")
+SHELL = ("", "bash", "sh", "shell", "console", "shellsession", "zsh")
 # A code span is a command if it begins with one of these and says more.
 PROGRAMS = re.compile(
-    r"(?:[A-Z_]+=\S+ )*(?:(?:\S*/)?python[\d.]*|make|bash|pip|pytest|docker|git|gpg|sha256sum|curl) +\S"
+    r"(?:[A-Z_]+=\S+ )*(?:(?:\S*/)?python[\d.]*|make|bash|pip|pytest|docker|git|gh|gpg|cosign|sha256sum|curl|systemctl|"
+    r"actionlint|sglang|(?:tools|scripts)/\S+) +\S"
 )
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 from docs.documents import ROOT, command_lines, documented, documents, parts
 from docs.shell import Shell
 
@@ -109,6 +110,7 @@ LITERAL = {
     "--concurrency 2": Run("pool", codes=(1,)),
     "python -m sglang.kdtree schema probe-moe": Run('"$schema"'),
     "python -m sglang.launch_server --help": Run("--speculative-ddtree-budget"),
+    "python sgl-kernel-sm120/tools/resources.py update": Run(makes="sgl-kernel-sm120/RESOURCES.txt"),
     # The overlay
     "make delta": Run("edits in"),
     "make pr": Run("patches/0001-"),
@@ -401,9 +403,16 @@ DOCKER = {"build": {"-f", "-t"}, "compose": {"-f", "-d"}}
 
 
 def docker_accepts(words: list[str], shell: Shell) -> bool:
+    """Flags, files, what is built from, and the services by the names that the compose file has."""
     flags = {word for word in words[2:] if word.startswith("-")}
-    files = [words[i + 1] for i, word in enumerate(words) if word == "-f"]
-    return flags <= DOCKER[words[1]] and all((shell.folder / name).is_file() for name in files)
+    values = {word: words[i + 1] for i, word in enumerate(words) if word in ("-f", "-t")}
+    rest = [word for word in words[2:] if word not in flags and word not in values.values()]
+    if not flags <= DOCKER[words[1]] or not (shell.folder / values["-f"]).is_file():
+        return False
+    if words[1] == "build":
+        return len(rest) == 1 and (shell.folder / rest[0]).is_dir()
+    services = yaml.safe_load((shell.folder / values["-f"]).read_text())["services"]
+    return rest[0] in ("up", "down", "logs", "ps") and set(rest[1:]) <= set(services)
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "compose.yaml"])
@@ -430,7 +439,12 @@ def test_wrong_commands_are_refused(shell):
         done = shell.run(line, parse_only=True)
         assert done.returncode != 0, done
     assert not local_projects(["pip", "install", "./gone", "./python[cpu]"]) <= known_projects()
-    assert not docker_accepts(["docker", "build", "-f", "docker/gone", "."], shell)
+    for line in (
+        "docker build -f docker/gone .", "docker build -f docker/Dockerfile gone", "docker build -f docker/Dockerfile",
+        "docker compose -f docker/compose.yaml up -d gone", "docker compose -f docker/compose.yaml start server",
+    ):  # fmt: skip
+        assert not docker_accepts(line.split(), shell), line
+    assert docker_accepts("docker compose -f docker/compose.yaml up -d server".split(), shell)
     assert not (shell.folder / "benchmark" / "build").exists()
 
 
