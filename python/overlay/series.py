@@ -153,7 +153,10 @@ def write_against(fork: Path, wheel: Wheel, out: Path) -> list[Path]:
     """Commit the changes one by one on the touched part of upstream's tree and let git format the patches."""
     plan = make_plan(fork, wheel)
     steps = steps_of(fork, plan)
-    bodies = [description.pull_request(step.change, step.files, fork.parent) for step in steps]
+    bodies = [
+        description.pull_request(step.change, [upstream_path(path) for path in step.files], fork.parent)
+        for step in steps
+    ]
     out.mkdir(parents=True, exist_ok=True)
     for pattern in WRITTEN:
         for stale in out.glob(pattern):

@@ -81,6 +81,20 @@ def test_bug_fixes_come_first_and_name_nothing_of_ours(fork, fork_plan, steps):
         assert not step.change.fix or not re.search("kdtree|ddtree", "".join(texts), re.IGNORECASE), step.change.title
 
 
+def test_no_patch_but_the_kits_speaks_of_upstream_or_a_fork(fork, fork_plan, steps):
+    """Who reads it there is upstream. The kit says which distribution is installed."""
+    edits = {edit.name: edit.text for edit in fork_plan.edits}
+    own = series.own_files(fork, fork_plan)
+    texts = {name: edits[name] for step in steps for name in step.edits}
+    texts |= {
+        path: own[path].read_text() for step in steps for path in step.files if not path.startswith("sglang/kdtree/")
+    }
+    assert len(texts) > 80
+    assert [
+        name for name, text in texts.items() if re.search(r"\bupstream|\b(our|this|the) fork\b", text, re.IGNORECASE)
+    ] == []
+
+
 def test_every_fix_brings_the_test_that_fails_without_it(fork_plan, steps):
     """That it does fail is shown where every edit's test is run without the edit."""
     tests = {edit.name: edit.test.partition("::")[0] for edit in fork_plan.edits}

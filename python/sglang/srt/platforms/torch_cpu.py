@@ -2,7 +2,7 @@
 """A server on a CPU in plain torch: no sgl_kernel, no Triton launch.
 
 Chosen where no accelerator is found, and by ``--device cpu`` on a machine that
-has a CUDA GPU. Upstream's CPU engine (SGLANG_USE_CPU_ENGINE=1) goes first.
+has a CUDA GPU. The CPU engine (SGLANG_USE_CPU_ENGINE=1) goes first.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _DRAFT_BACKENDS = ("torch_reference", "triton")
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    # The enum's CPU member stands for the sgl_kernel engine; OOT is what upstream
-    # asks for where a platform speaks for itself.
+    # The enum's CPU member stands for the sgl_kernel engine; OOT is what is
+    # asked for where a platform speaks for itself.
     _enum = PlatformEnum.OOT
     capabilities = PlatformCapabilities(
         supports_triton=os.environ.get("TRITON_INTERPRET") == "1"
     )
 
     def get_device(self, device_id: int = 0) -> str:
-        # A name: upstream splits the device of a server that got no --device.
+        # A name: ServerArgs splits the device of a server that got no --device.
         return "cpu"
 
     def is_pin_memory_available(self, device=None) -> bool:
@@ -151,7 +151,7 @@ def _hide_cuda_devices() -> None:
 
 
 def refuse_expert_recorder(server_args) -> None:
-    """Upstream's recorder asks the device module about graph capture in every routed
+    """The recorder asks the device module about graph capture in every routed
     layer; torch.cpu has no answer, and the server would die at its first request."""
     if server_args.expert_distribution_recorder_mode is None:
         return
@@ -165,7 +165,7 @@ def refuse_expert_recorder(server_args) -> None:
 
 def refuse_sparse_attention(server_args) -> None:
     """Refuse a model whose attention selects keys (DSA): no backend of this platform
-    has an indexer, and the next thing that upstream does is to ask a CUDA device."""
+    has an indexer, and the next thing that is asked is a CUDA device."""
     from sglang.srt.configs.model_config import ModelConfig
 
     config = ModelConfig.from_server_args(server_args)

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_NODES = 16
 DEFAULT_AUTO_NODES = 32  # the widest step of an adaptive budget
-DEFAULT_MAX_RUNNING_REQUESTS = 48  # upstream's for DFLASH
+DEFAULT_MAX_RUNNING_REQUESTS = 48  # as for DFLASH
 
 # Attention backends that read a tree mask in a verification.
 TREE_MASK_BACKENDS = ("kdtree_sm120", "torch_reference", "triton")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def verify_backend_of(backend):
-    """The leaf backend that runs TARGET_VERIFY, under upstream's wrappers."""
+    """The leaf backend that runs TARGET_VERIFY, under wrappers."""
     from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 
     while isinstance(backend, HybridAttnBackend):

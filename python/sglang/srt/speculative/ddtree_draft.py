@@ -177,7 +177,7 @@ class DraftCandidates:
 
 
 def is_capture_safe(lm_head: torch.nn.Module) -> bool:
-    """Whether the head's product can be part of a graph, as upstream judges it."""
+    """Whether the head's product can be part of a graph, as for a chain."""
     from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
 
     return is_dense_head_weight(

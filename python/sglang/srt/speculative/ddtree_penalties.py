@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Penalties on what a request has answered.
 
-Upstream tells its penalizers one token of each request before a decode step, and in
+The penalizers are told one token of each request before a decode step, and in
 speculative decoding none: penalties then have no effect, and min_new_tokens never ends.
 Here each request's newly committed tokens are told before the next step is prepared,
 however many they are. Under overlap scheduling that leaves out the step in flight.

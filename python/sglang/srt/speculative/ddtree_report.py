@@ -2,9 +2,9 @@
 """What branching buys: counters of each verify step as Prometheus metrics, in
 ``meta_info``, and for the adaptive budget.
 
-The counts are computed on the device and ride on the step's result: upstream copies them
-to the host with the accepted tokens, after the next step was launched, and hands them
-back in ``consume``. No step waits for them.
+The counts are computed on the device and ride on the step's result. The scheduler
+copies that to the host with the accepted tokens, after the next step was launched, and
+hands them back in ``consume``. No step waits for them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def option_codes(options: Sequence[Option], device: torch.device) -> torch.Tenso
 
 
 class StepCounts(msgspec.Struct, frozen=True):
-    """A step's counts on their way to the host: upstream's DeviceAuxiliaryOutput, and
+    """A step's counts on their way to the host: a DeviceAuxiliaryOutput, and
     after ``copy_to_host`` its HostAuxiliaryOutput."""
 
     report: DDTreeReport
@@ -141,7 +141,7 @@ class DDTreeReport:
 
 
 def meta_info_values(req: Req, length: int) -> List[Any]:
-    """The request's entry of upstream's customized_info: a value for each output token,
+    """The request's entry of customized_info: a value for each output token,
     so that streams can cut it like the tokens. All are None but a finished one's last.
     """
     if req.customized_info is None:
@@ -155,7 +155,7 @@ class DDTreeMetrics:
     """Prometheus counters and histograms of one rank."""
 
     def __init__(self, labels: Dict[str, str]):
-        # Upstream sets PROMETHEUS_MULTIPROC_DIR before this import may happen.
+        # The server sets PROMETHEUS_MULTIPROC_DIR before this import may happen.
         from prometheus_client import Counter, Histogram
 
         names = list(labels)
@@ -221,7 +221,7 @@ class DDTreeMetrics:
 
 
 def report_labels() -> Optional[Dict[str, str]]:
-    """Of the rank that upstream's scheduler metrics are of; the others count the same."""
+    """Of the rank that the scheduler's metrics are of; the others count the same."""
     from sglang.srt.layers.attention.kdtree_report import metric_labels
     from sglang.srt.runtime_context import get_parallel
 

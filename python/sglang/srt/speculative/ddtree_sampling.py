@@ -26,7 +26,7 @@ def adjust_logits(
 ) -> None:
     """Apply processors, penalties, grammar and bias, in plain decoding's order. In place.
 
-    Penalties are those of the committed tokens, at every node: upstream's rule for
+    Penalties are those of the committed tokens, at every node: the rule for
     speculative decoding.
     """
     if info.has_custom_logit_processor:

@@ -361,7 +361,7 @@ class DDTreeWorker(DFlashWorkerV2):
         one that is large enough."""
         backend = verify_backend_of(self.model_runner.attn_backend)
         static = backend.verify_mask
-        # Stock backends know no layout but upstream's.
+        # Stock backends know one layout.
         mode = getattr(backend, "tree_mask_mode", TreeMaskMode.FULL_MASK)
         mask = tree.visible.flatten()
         if mode == TreeMaskMode.FULL_MASK:

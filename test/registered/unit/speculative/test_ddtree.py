@@ -58,7 +58,7 @@ class TestDDTree(CustomTestCase):
     def test_the_name_is_registered_with_every_question_that_is_asked_of_an_algorithm(
         self,
     ):
-        """A question that upstream adds to the enum has to be answered here, too."""
+        """A question that is added to the enum has to be answered here, too."""
         algorithm = SpeculativeAlgorithm.from_string("DDTREE")
         asked = [
             name

@@ -122,12 +122,12 @@ def check_runner(runner) -> None:
 
 
 # What a layer takes for the name of its backend while q and k come in parts: the name
-# in upstream's FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.
+# in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.
 IN_PARTS = "kdtree_sm120 in parts"
 
 
 def register_handler(handler) -> None:
-    """handler: chooses the form of an MLA layer, as upstream's registry wants it."""
+    """handler: chooses the form of an MLA layer, as the registry of handlers wants it."""
 
     def handle(attn, forward_batch) -> AttnForwardMethod:
         backend = get_attn_backend()

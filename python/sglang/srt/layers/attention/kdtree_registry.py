@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names the fork's attention backends, and says what kdtree_sm120 refuses before a model
+"""Names these attention backends, and says what kdtree_sm120 refuses before a model
 is loaded. The classes load when a runner asks."""
 
 import os
@@ -38,7 +38,7 @@ def check_page_size(user: str, page_size: int) -> None:
 
 
 def check_model(config, num_draft_tokens) -> None:
-    """config: upstream's ModelConfig of the target."""
+    """config: the target's ModelConfig."""
     from sgl_kernel_sm120.attention import MAX_S_Q
     from sgl_kernel_sm120.reference import D_QK, D_V
 
@@ -51,12 +51,12 @@ def check_model(config, num_draft_tokens) -> None:
             "kdtree_sm120 serves MLA models (DeepSeek V3, Kimi K2 family), and "
             f"{model} is none; {instead}"
         )
-    # Set by upstream for the models whose indexer selects keys.
+    # Set for the models whose indexer selects keys.
     if getattr(config, "index_head_dim", None) is not None:
         raise ValueError(
             "kdtree_sm120 attends to every key, and the sparse attention (DSA) of "
             f"{model} selects some; leave --attention-backend out, which takes "
-            "upstream's dsa on a GPU."
+            "dsa on a GPU."
         )
     dims = (config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank)
     if dims != (D_QK, D_V):

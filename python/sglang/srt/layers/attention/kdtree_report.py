@@ -47,7 +47,7 @@ class Collectors:
     drafter's, those of adaptive speculation, those of PD multiplexing."""
 
     def __init__(self, names: tuple[str, ...]):
-        # Upstream sets PROMETHEUS_MULTIPROC_DIR before this import may happen.
+        # The server sets PROMETHEUS_MULTIPROC_DIR before this import may happen.
         from prometheus_client import Counter, Gauge
 
         self.counters = {
@@ -129,7 +129,7 @@ class KDTreeMetrics:
 
 
 def metric_labels() -> Optional[dict[str, str]]:
-    """The labels of upstream's scheduler collector that an attention backend can know."""
+    """The labels of the scheduler's collector that an attention backend can know."""
     if not get_observability().enable_metrics:
         return None
     parallel = get_parallel()

@@ -199,7 +199,7 @@ class KDTreeServing(CountsFallbacks):
         self, layer: RadixAttention, slots: torch.Tensor, *parts: torch.Tensor
     ) -> Optional[torch.Tensor]:
         """parts: q, k, q_rope, k_rope -> q [rows, h, 576]; None, and nothing written,
-        where upstream's kernel does not serve, or the pool is to check the slots."""
+        where the stock kernel does not serve, or the pool is to check the slots."""
         q, k, q_rope, k_rope = parts
         if not q.is_cuda or layer.k_scale is not None:
             return None

@@ -240,7 +240,7 @@ class KDTreeTritonBackend(KDTreeTritonServing):
             if self.masks is not None:
                 metadata.custom_mask = self.masks.full
             elif get_spec().speculative_algorithm == "DFLASH":
-                # Upstream captures its chain without a mask on stock backends alone,
+                # A chain is captured without a mask on stock backends alone,
                 # which it knows by the name of their class; no replay brings one.
                 metadata.custom_mask = None
         return metadata

@@ -3,8 +3,8 @@
 
 The positions of a draft block see one another, so every query of a request reads the
 same keys. The block is then one decode step of that request whose heads are the query
-heads of all its positions, and upstream's grouped decode kernel, which splits the KV
-over the SMs, serves it. Upstream's extend kernel walks the prefix once a head with a
+heads of all its positions, and Triton's grouped decode kernel, which splits the KV
+over the SMs, serves it. Its extend kernel walks the prefix once a head with a
 handful of blocks.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TILE = 16  # heads that one block of upstream's grouped decode kernel takes
+TILE = 16  # heads that one block of the grouped decode kernel takes
 MAX_SPLITS = 64  # a query's partial sums are merged one after another
 
 # indptr int32 [b + 1] and indices int64: a request's slots, prefix, then block.
@@ -125,7 +125,7 @@ class KDTreeDraftBlockBackend(CountsFallbacks, TritonAttnBackend):
         def zeros(size: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=self.device)
 
-        # By requests; upstream's own would be by tokens.
+        # By requests; the stock ones are by tokens.
         size = max_bs * self.row_width
         self.graph_lists = zeros(max_bs + 1, torch.int32), zeros(size, torch.int64)
         if kv_indices_buf is None:
@@ -244,7 +244,7 @@ class KDTreeDraftBlockBackend(CountsFallbacks, TritonAttnBackend):
 
 
 def folded_rows(group: int, width: int) -> int:
-    """Rows a KV head: more than one tile of them are whole tiles, because upstream's
+    """Rows a KV head: more than one tile of them are whole tiles, because the decode
     kernel finds the KV head of a tile by its number."""
     rows = group * width
     return rows if rows <= TILE else -(-rows // TILE) * TILE

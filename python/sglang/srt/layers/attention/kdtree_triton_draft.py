@@ -3,7 +3,7 @@
 runs on sgl_kernel_sm120, its multi-step drafting and its prefill on Triton.
 
 A draft extend puts the N tokens of the last verification through the drafter, causally,
-behind the whole context. Upstream's extend kernel walks that context once a head with
+behind the whole context. Triton's extend kernel walks that context once a head with
 a handful of blocks: 30 ms a layer and step at 185k tokens on an H200.
 """
 

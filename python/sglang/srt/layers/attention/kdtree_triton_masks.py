@@ -3,7 +3,7 @@
 kernels read.
 
     a worker's   QLEN_ONLY bytes in our buffer (DDTREE, EAGLE), QLEN_ONLY elsewhere, FULL
-                 with its prefix columns (NGRAM, upstream's stand-ins), or none: a chain
+                 with its prefix columns (NGRAM, stand-ins of a capture), or none: a chain
     ours         QLEN_ONLY bytes [b, N, N]; in a graph always there, and every byte of
                  the bucket is rewritten before each replay
     Triton's     FULL, made from ours, and only where a layer or a mode needs it

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Allocators that hand out slots run by run.
 
-Upstream appends freed slots to the free list, so that its order decays to the
+The stock class appends freed slots to the free list, so that its order decays to the
 order of the frees; ``need_sort`` restores ascending order when the list runs dry.
 Here the list is kept by *runs* and is rearranged when a prefill is about to
 allocate and when the server is idle:
@@ -287,7 +287,7 @@ class FreeRuns:
 
 
 class _OverFreeRuns:
-    """What the allocators of slots and of pages share; comes before upstream's class.
+    """What the allocators of slots and of pages share; comes before the stock class.
 
     The scheduler sizes a batch before it allocates it, which tells a prefill from a
     decode step: ``alloc`` has no such argument.
@@ -305,7 +305,7 @@ class _OverFreeRuns:
 
     @free_pages.setter
     def free_pages(self, units: Optional[torch.Tensor]) -> None:
-        # Upstream starts with None, and hands out the front of the list.
+        # The stock class starts with None, and hands out the front of the list.
         if units is not None:
             self.runs.cut(units)
 
@@ -330,7 +330,7 @@ class _OverFreeRuns:
         return num_tokens <= self.available_size()
 
     def evict_to_free_tokens(self, tree_cache, num_tokens: int) -> Optional[bool]:
-        # A decode step evicts what it needs and no more, as upstream's.
+        # A decode step evicts what it needs and no more, as the stock one.
         if (
             self._prefill_is_next
             and tree_cache is not None
@@ -410,7 +410,7 @@ class ContiguousPagedAllocator(_OverFreeRuns, PagedTokenToKVPoolAllocator):
         self.free_page_ids_group = []
 
     def merge_and_sort_free(self) -> None:
-        # Upstream calls this where a request may not fit the head. Each caller
+        # Called where a request may not fit the head. Each caller
         # below has made sure of that already, without a sort.
         pass
 

@@ -15,7 +15,7 @@ class DefragMetrics:
         self.exported = labels is not None
         if not self.exported:
             return
-        # Upstream sets PROMETHEUS_MULTIPROC_DIR before this import may happen.
+        # The server sets PROMETHEUS_MULTIPROC_DIR before this import may happen.
         from prometheus_client import Counter, Gauge
 
         def metric(kind, name: str, text: str, **options):

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 def select_allocator(
     allocator: BaseTokenToKVPoolAllocator,
 ) -> BaseTokenToKVPoolAllocator:
-    """The allocator that --kv-defrag asks for, in place of the one upstream built."""
+    """The allocator that --kv-defrag asks for, in place of the stock one."""
     tier = get_memory().kv_defrag
     if tier == "off" or isinstance(
         allocator, (ContiguousTokenAllocator, ContiguousPagedAllocator)

@@ -3,7 +3,7 @@
 the running requests is what it was.
 
 All of it reads whole tensors, so it is on with ``SGLANG_CHECK_KV_PAGE_INVARIANTS``
-only, upstream's switch for a check of this cost. Upstream counts the owned slots, and
+only, the switch for a check of this cost. The pool check counts the owned slots, and
 looks whether one of them is free; what is here also finds a slot with two owners,
 ranks that have come apart, and KV that was overwritten or moved to a wrong place.
 """

@@ -7,7 +7,7 @@ stream. What may be touched there:
 - *Sources* are slots of committed tokens. ``Req.seqlen - 1`` tokens of a decoding
   request have their KV; the next one is being written by a batch that is prepared
   or on the device. (``kv_committed_len`` alone is not enough: without speculation
-  upstream advances it when it prepares the batch.)
+  it is advanced when the batch is prepared.)
 - *Targets* are free slots that no batch can still write. A request that finished in
   the result being processed may be a row of the batch on the device and write its
   freed slots, so under overlap a target must have been free since the step before

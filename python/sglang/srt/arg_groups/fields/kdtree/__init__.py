@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fork's config fields, and its names in upstream's registries.
+"""Config fields of kdtree_sm120, DDTREE and --kv-defrag, and their names in registries.
 
 ``server_args`` imports this package while it collects its fields, and every process
 of a server imports ``server_args``: a name registered here is known everywhere, and
@@ -18,7 +18,7 @@ _FEATURES = [
 ]
 KDTREE_NAMESPACES = [feature.FIELDS for feature in _FEATURES]
 
-# Last, when the list is there: what registers is on upstream's side of the tree and
+# Last, when the list is there: what registers is on the other side of the tree and
 # may be what imports this package first.
 for _feature in _FEATURES:
     for _module in _feature.REGISTERS:

@@ -96,7 +96,7 @@ class KDTreeMemory(msgspec.Struct):
 
     kv_defrag: A[
         Literal["off", "tier0", "tier1"],
-        "How the KV slots of a request are kept together: off = upstream's order, "
+        "How the KV slots of a request are kept together: off = the stock order, "
         "tier0 = allocated in runs, ascending, tier1 = tier0, and slots of running "
         "requests are moved together under --kv-defrag-copy-budget.",
     ] = "off"
