@@ -45,6 +45,7 @@ def build(fork: Path, pin: Pin, out: Path, tags: Iterable[str], *, cuda: bool, d
     root = fork.parent
     if not dirty:
         refuse_changes(root)
+        check_tag(root, pin)
     check_changelog(root, pin)
     out.mkdir(parents=True, exist_ok=True)
     written = []
@@ -62,6 +63,13 @@ def refuse_changes(root: Path) -> None:
     changed = git(root, "status", "--porcelain", "--", "python", KERNELS).splitlines()
     if changed:
         raise Refused("a release is of a commit, and these files differ from it:", *changed)
+
+
+def check_tag(root: Path, pin: Pin) -> None:
+    """A commit that is tagged is tagged with this version."""
+    tags = [tag for tag in git(root, "tag", "--points-at", "HEAD").split() if tag.startswith("v")]
+    if tags and f"v{pin.fork_version}" not in tags:
+        raise Refused(f"the commit is tagged {' '.join(tags)}, python/UPSTREAM.toml says {pin.fork_version}")
 
 
 def check_changelog(root: Path, pin: Pin) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 import zipfile
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -86,6 +87,15 @@ def test_what_is_not_committed_is_not_released(repository):
     with pytest.raises(Refused, match="(?s)differ from it.*srt/ours.py"):
         build(repository, repository.root.parent / "out")
     assert not (repository.root.parent / "out").exists()
+
+
+def test_a_tag_of_another_version_is_not_released(repository):
+    root = repository.root.parent
+    subprocess.run(["git", "-C", root, "tag", "v1.0+kdtree.9"], check=True)
+    with pytest.raises(Refused, match=r"tagged v1\.0\+kdtree\.9, python/UPSTREAM\.toml says 1\.0\+kdtree\.1"):
+        build(repository, root.parent / "out")
+    subprocess.run(["git", "-C", root, "tag", "v1.0+kdtree.1"], check=True)
+    build(repository, root.parent / "out")
 
 
 @pytest.mark.parametrize(
