@@ -8,7 +8,8 @@
 
 Clients send ragged prompts with common beginnings, some leave in the middle of a stream, some abort by name; a
 small --pool runs full, and the result counts the requests that were retracted for that. The server's own checks of its
-slots stop it where one is lost.
+slots stop it where one is lost. In the modes on and validate no call of the target that is ours may go to the stock
+backend, and in validate mode there is no mismatch.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ sys.path[:0] = [str(HERE), str(HERE / "kernels")]
 import backend_e2e  # noqa: E402
 
 FORMAT = "backend_churn-1"
-TROUBLE = re.compile(r"Traceback|CUDA error|memory leak|AssertionError|illegal memory access")
+TROUBLE = re.compile(
+    r"Traceback|CUDA error|memory leak|AssertionError|illegal memory access|kdtree_sm120 validate[^:]*: mismatch"
+)
 GROWTH_LIMIT_MIB = 64
 VOCABULARY = (40, 2000)  # ids that the small model knows as text
 LOG_INTERVAL = 10  # decode steps between two lines of the log, which are how steps are counted
@@ -244,6 +247,18 @@ def rank_problems(log: str, args: argparse.Namespace) -> list[str]:
     return found
 
 
+def log_problems(log: str, args: argparse.Namespace) -> list[str]:
+    """What no log may say, and what one of these modes has to."""
+    trouble = sorted({line.strip()[:300] for line in log.splitlines() if TROUBLE.search(line)})
+    found = [f"log: {line}" for line in trouble]
+    if args.mode != "off":
+        found += backend_e2e.fallback_problems(backend_e2e.fallbacks(log))
+    if args.mode == "validate":
+        reports = backend_e2e.reports_by_rank(log, args.ranks)
+        found += backend_e2e.validate_problems(reports, args.ranks, ["target"])
+    return found
+
+
 def ranks_that_say(log: str, text: str) -> list[int]:
     """Of one rank the lines have no rank in front. A rank counts once, however often it says it."""
     return sorted({int(rank or 0) for rank in re.findall(rf"^\[\S+ \S+?(?: TP(\d+))?\] {text}", log, re.M)})
@@ -293,8 +308,7 @@ def run(args: argparse.Namespace, log: Path, deadline: float = float("inf")) -> 
         problems.append(f"bytes moved, by rank: {moved}")
     if used:
         problems.append(f"{used} KV slots did not come back")
-    trouble = sorted({line.strip()[:300] for line in text.splitlines() if TROUBLE.search(line)})
-    problems += [f"log: {line}" for line in trouble]
+    problems += log_problems(text, args)
     for name, a, b in (("GPU", before[0], after[0]), ("host", before[1], after[1])):
         # So many steps may be over before a process has all that it keeps.
         if not args.steps and a is not None and b is not None and b - a > GROWTH_LIMIT_MIB:

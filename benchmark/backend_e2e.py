@@ -11,15 +11,20 @@ upstream's, or ours in one of its modes. Two kinds of run differ in more: "mixed
 decode steps of other requests, and "split" names a backend for prefill and one for decoding. Each run of ours is
 compared with upstream's of the same algorithm, KV dtype and page size.
 
-The rule, made before any run. Greedy tokens of two bf16 runs may part, at a near-tie only: where they part, upstream's
-two best tokens are at most TIE nats apart, and up to there the log-probabilities of the chosen tokens agree to DRIFT.
-So do the answers to the same batch once more, from cached prefixes or in mixed chunks, and to one request alone. A
-drafter that was trained for the target, or is the target, has at least KEPT of the tokens accepted that it has with
-upstream.
+The rule. Greedy tokens of two bf16 runs may part, at a near-tie only: where they part, upstream's two best tokens are
+at most TIE nats apart and ours is one of them, and up to there the log-probabilities of the chosen tokens agree to
+DRIFT. So do the answers to the same batch once more, from cached prefixes or in mixed chunks, and to one request alone.
+All log-probabilities are finite. A drafter that was trained for the target, or is the target, has at least KEPT of the
+tokens accepted that it has with upstream. In the modes on and validate no decode or verify call of the target goes to
+the stock backend. Plain decoding runs batches of every size from RUNNING to 1.
 With fp8 KV both numbers are those of fp8: upstream reads draft tokens before they are rounded, ours after. In validate
 mode every row is also compared in the kernels' own precision, and no mismatch is allowed; with fp8 KV both then read
-rounded draft tokens. That last clause is newer than the first run, which had 12 mismatches in 13,536 rows without it;
-and a mismatch with fp8 KV is 2^-2 of a row's largest element since a run in which 2 of 56,592 rows were beyond 2^-3.
+rounded draft tokens.
+
+It was made before any run, but for these. That validate reads rounded draft tokens with fp8 KV is newer than the first
+run, which had 12 mismatches in 13,536 rows without it; and a mismatch with fp8 KV is 2^-2 of a row's largest element
+since a run in which 2 of 56,592 rows were beyond 2^-3. Newer than the run of 2026-12-01 04:24 are: that ours is one of
+the two best, finite log-probabilities, no call to the stock backend, batches of every size.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ import dataclasses
 import datetime
 import fnmatch
 import json
+import math
 import os
 import re
 import subprocess
@@ -55,6 +61,7 @@ START_SOON = {"disable_prefill_cuda_graph": True}
 SHARED_GPU = 0.95
 SAMPLES = 400
 PROMPTS = 12
+RUNNING = 16  # requests at once, of which plain decoding loses one after another
 NODES = 16
 EAGLE_TYPE = ("EAGLE", "EAGLE-chain", "EAGLE3", "EAGLE3-chain", "STANDALONE")  # their drafts are extended
 TRAINED = ("DFLASH", "DDTREE", "STANDALONE")
@@ -66,6 +73,8 @@ REPORT = re.compile(
     r"(?P<mismatches>\d+) mismatches"
 )
 MISMATCH = re.compile(r"kdtree_sm120 validate[^:]*: (mismatch, .*)")
+FALLBACK = re.compile(r"kdtree_sm120(?P<part> [\w ]+)?: to the stock backend: (?P<reason>.*)")
+DECODED = re.compile(r"Decode batch\b.*?#running-req: (\d+)")
 START = re.compile(r"kdtree_sm120 (?:[\w ]+ )?(?:over Triton|in torch), tp rank (\d+): verify (\w+)")
 
 
@@ -107,10 +116,7 @@ class Run:
 def all_runs() -> list[Run]:
     runs = []
     for algorithm in ("plain", "DFLASH", "DDTREE", "EAGLE"):
-        # Upstream takes no EAGLE tree on pages (topk > 1 and page_size > 1).
         for kv, page in (("bf16", 1), ("bf16", 64), ("fp8", 1)):
-            if algorithm == "EAGLE" and page > 1:
-                continue
             runs.append(Run(algorithm, kv, page))
             modes = ("on", "validate") if page == 1 else ("on",)
             runs += [Run(algorithm, kv, page, True, "kdtree_sm120", mode) for mode in modes]
@@ -141,10 +147,10 @@ def unavailable(run: Run, device: str) -> str | None:
 
 def arguments_of(run: Run, device: str, folder: Path) -> dict[str, Any]:
     arguments: dict[str, Any] = {
-        "model_path": str(MODELS / "target"), "page_size": run.page, "max_running_requests": 16,
+        "model_path": str(MODELS / "target"), "page_size": run.page, "max_running_requests": RUNNING,
         "random_seed": run.ranks,  # samples that are compared are independent
         "max_total_tokens": 32768, "context_length": 4096, "sampling_backend": "pytorch", "grammar_backend": "none",
-        "watchdog_timeout": 300, "log_level": "info", "attention_backend": run.backend,
+        "watchdog_timeout": 300, "log_level": "info", "decode_log_interval": 1, "attention_backend": run.backend,
     }  # fmt: skip
     if device == "cpu":
         arguments |= {"device": "cpu", "dtype": "float32"}
@@ -153,7 +159,7 @@ def arguments_of(run: Run, device: str, folder: Path) -> dict[str, Any]:
     else:
         if not run.captures_prefill:
             arguments |= START_SOON
-        arguments |= {"dtype": "bfloat16", "mem_fraction_static": SHARED_GPU, "cuda_graph_max_bs_decode": 16}
+        arguments |= {"dtype": "bfloat16", "mem_fraction_static": SHARED_GPU, "cuda_graph_max_bs_decode": RUNNING}
         if not run.graphs:
             arguments["disable_cuda_graph"] = True
     if run.kind == "mixed":
@@ -246,11 +252,12 @@ def use_plugin(module: Path, folder: Path) -> None:
 
 
 def prompts() -> tuple[list[str], list[dict]]:
-    """Texts of 1 to 300 tokens and answers of 16 to 104: the batch shrinks while it runs."""
+    """Texts of 1 to 300 tokens and answers of 24 to 114, each longer than those before it: the batch shrinks by one
+    request at a time, in whatever steps they came in."""
     entries = json.loads((MODELS / "expected_steps.json").read_text())["entries"]
     texts = [entry["prompt"] for entry in entries[:: max(1, len(entries) // PROMPTS)]][:PROMPTS]
     texts += ["def f(x):\n", "import os\n", "class A:\n", "#"]
-    lengths = [16 + 8 * (i % 12) for i in range(len(texts))]
+    lengths = [24 + 6 * i for i in range(len(texts))]
     return texts, [{"temperature": 0, "ignore_eos": True, "max_new_tokens": n} for n in lengths]
 
 
@@ -276,12 +283,7 @@ def child(argv: list[str]) -> int:
         asked = {"return_logprob": True, "top_logprobs_num": 2}
         outputs = engine.generate(texts, parameters, **asked)
         result["tokens"] = [o["output_ids"] for o in outputs]
-        result["logprobs"] = [
-            [[token, value, *(top[0] for top in tops)] for (value, token, _), tops in zip(
-                o["meta_info"]["output_token_logprobs"], o["meta_info"]["output_top_logprobs"], strict=True
-            )]
-            for o in outputs
-        ]  # fmt: skip
+        result["logprobs"] = [logprob_entries(o["meta_info"]) for o in outputs]
         result["accept_length"] = [round(o["meta_info"].get("spec_accept_length") or 1.0, 3) for o in outputs]
         if run.kind == "mixed":  # upstream mixes no chunks where log-probabilities are asked for
             engine.flush_cache()
@@ -294,6 +296,12 @@ def child(argv: list[str]) -> int:
         time.sleep(1)  # for the reports of validate mode
         engine.shutdown()
     return 0
+
+
+def logprob_entries(meta: dict) -> list[list]:
+    """meta: of an answer -> of each token its id, its log-probability, those of the best two, and the best two."""
+    pairs = zip(meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True)
+    return [[token, value, *(top[0] for top in tops), *(top[1] for top in tops)] for (value, token, _), tops in pairs]
 
 
 def sampled_answers(engine: Any, first_seed: int, *, seeded: bool) -> dict[str, list[list[int]]]:
@@ -336,6 +344,22 @@ def validate_reports(log: str) -> list[dict]:
     return list(found.values())
 
 
+def reports_by_rank(log: str, ranks: int) -> list[dict]:
+    return [{"rank": n, **report} for n in range(ranks) for report in validate_reports(log_of_rank(log, n, ranks))]
+
+
+def fallbacks(log: str) -> list[dict]:
+    """Calls that a part of ours would have served and left to the stock backend, each reason once; prefill is no such
+    call."""
+    found = {((match["part"] or "").strip() or "target", match["reason"].strip()) for match in FALLBACK.finditer(log)}
+    return [{"part": part, "reason": reason} for part, reason in sorted(found)]
+
+
+def decode_sizes(log: str) -> list[int]:
+    """Requests in the decode steps, each number once. The server says so of every step: decode_log_interval is 1."""
+    return sorted({int(size) for size in DECODED.findall(log)})
+
+
 def execute(
     run: Run, args: argparse.Namespace, folder: Path, *, sampling: int | None = None, more: dict[str, Any] | None = None
 ) -> dict:
@@ -361,30 +385,52 @@ def execute(
         lines = [line for line in text.splitlines() if "Error" in line] or text.splitlines()[-1:] or ["no output"]
         error = (f"not done after {args.timeout} s" if code is None else f"exit code {code}: {lines[-1]}")[:400]
     print(f"{run.name}: {error or 'ran'}", flush=True)
-    reports = [
-        {"rank": rank, **report}
-        for rank in range(run.ranks)
-        for report in validate_reports(log_of_rank(text, rank, run.ranks))
-    ]
     return {
-        "run": run, "result": result, "error": error, "reports": reports, "mismatches": MISMATCH.findall(text),
-        "started": started_ranks(text, run.mode), "mixed_steps": mixed_steps(text),
+        "run": run, "result": result, "error": error, "reports": reports_by_rank(text, run.ranks),
+        "mismatches": MISMATCH.findall(text), "started": started_ranks(text, run.mode),
+        "mixed_steps": mixed_steps(text), "fallbacks": fallbacks(text), "decode_sizes": decode_sizes(text),
     }  # fmt: skip
+
+
+def worst(values: list[float]) -> float:
+    """The largest; NaN where one is, which max() would drop."""
+    return next((value for value in values if math.isnan(value)), max(values, default=0.0))
+
+
+def parting(expected: list, token: int, kv: str) -> tuple[float, str | None]:
+    """expected: upstream's entry where another token stands in ours -> nats between its best two, and what is wrong."""
+    gap, best = expected[2] - expected[3], expected[4:]
+    if not 0 <= gap <= TIE[kv]:  # NaN too
+        return gap, f"where the best two are {gap:.3f} nats apart"
+    return gap, None if token in best else f"with {token}, and the best two are {best}"
+
+
+def not_finite(answers: list[list[list]], whose: str) -> list[str]:
+    """Problems: of each answer the first."""
+    found = {}
+    for i, answer in enumerate(answers):
+        for n, entry in enumerate(answer):
+            if not all(map(math.isfinite, entry[1:4])):
+                found.setdefault(i, f"answer {i}, token {n}: {whose} log-probabilities are {entry[1:4]}")
+    return list(found.values())
 
 
 def compare(stock: dict, ours: dict, kv: str) -> dict:
     """Of the batch with log-probabilities. ``problems`` is empty where the rule holds."""
-    problems, parted, drift = [], [], 0.0
+    problems, parted, drifts = [], [], []
+    for whose, of in (("upstream's", stock), ("our", ours)):
+        problems += not_finite(of["logprobs"], whose)
     for i, (a, b) in enumerate(zip(stock["logprobs"], ours["logprobs"], strict=True)):
         same = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x[0] != y[0]), min(len(a), len(b)))
-        drift = max([drift] + [abs(x[1] - y[1]) for x, y in zip(a[:same], b[:same], strict=True)])
+        drifts += [abs(x[1] - y[1]) for x, y in zip(a[:same], b[:same], strict=True)]
         if len(a) != len(b):
             problems.append(f"answer {i}: {len(b)} tokens, {len(a)} expected")
         elif same < len(a):
-            gap = a[same][2] - a[same][3]
+            gap, problem = parting(a[same], b[same][0], kv)
             parted.append({"answer": i, "token": same, "gap": round(gap, 4)})
-            if not gap <= TIE[kv]:
-                problems.append(f"answer {i} parts at token {same}, where the best two are {gap:.3f} nats apart")
+            if problem:
+                problems.append(f"answer {i} parts at token {same}, {problem}")
+    drift = worst(drifts)
     if not drift <= DRIFT[kv]:
         problems.append(f"log-probabilities differ by up to {drift:.3f}")
     return {"parted": parted, "max_logprob_difference": round(drift, 5), "problems": problems}
@@ -399,16 +445,37 @@ def compare_tokens(stock: dict, answers: list[list[int]], kv: str, what: str) ->
             problems.append(f"{what}, answer {i}: {len(tokens)} tokens, {len(expected)} expected")
         same = next((n for n, (x, y) in enumerate(zip(expected, tokens, strict=False)) if x[0] != y), None)
         if same is not None:
-            gaps.append(expected[same][2] - expected[same][3])
-            if not gaps[-1] <= TIE[kv]:
-                problems.append(f"{what}, answer {i} parts at token {same}, a gap of {gaps[-1]:.3f} nats")
-    return {"parted": len(gaps), "worst_gap": round(max(gaps, default=0.0), 4), "problems": problems}
+            gap, problem = parting(expected[same], tokens[same], kv)
+            gaps.append(gap)
+            if problem:
+                problems.append(f"{what}, answer {i} parts at token {same}, {problem}")
+    return {"parted": len(gaps), "worst_gap": round(worst(gaps), 4), "problems": problems}
 
 
 def compare_accepted(stock: dict, ours: dict) -> list[str]:
     """Problems of the tokens a step that trained drafts have accepted."""
     expected, got = (sum(lengths) / len(lengths) for lengths in (stock["accept_length"], ours["accept_length"]))
     return [] if got >= KEPT * expected else [f"{got:.2f} tokens accepted a step, {expected:.2f} with {stock['name']}"]
+
+
+def fallback_problems(found: list[dict]) -> list[str]:
+    """Where ours is to serve: of the target, whose decode and verify calls are all served here."""
+    return [f"calls of the target went to the stock backend: {f['reason']}" for f in found if f["part"] == "target"]
+
+
+def validate_problems(reports: list[dict], ranks: int, parts: list[str]) -> list[str]:
+    compared = {(report["rank"], report["part"]) for report in reports if report["rows"]}
+
+    def of(rank: int) -> str:
+        return f" on rank {rank}" if ranks > 1 else ""
+
+    return [
+        f"validate mode compared nothing of the {part}{of(rank)}"
+        for rank in range(ranks) for part in parts if (rank, part) not in compared
+    ] + [
+        f"{report['mismatches']} mismatches of the {report['part']}{of(report['rank'])}"
+        for report in reports if report["mismatches"]
+    ]  # fmt: skip
 
 
 def judge(done: dict[Run, dict], run: Run, *, reference: bool = False) -> dict:
@@ -425,12 +492,19 @@ def judge(done: dict[Run, dict], run: Run, *, reference: bool = False) -> dict:
         row["problems"] = [own["error"]]
         return row
     row["start_s"], row["accept_length"] = own["result"]["start_s"], own["result"]["accept_length"]
+    row["fallbacks"], row["decode_sizes"] = own["fallbacks"], own["decode_sizes"]
     if run.kind == "mixed":
         row["mixed_steps"] = own["mixed_steps"]
         if not own["mixed_steps"]:
             row["problems"].append("no chunk of a prefill was mixed with decoding requests")
     if run.mode and own["started"] != list(range(run.ranks)):
         row["problems"].append(f"verify {run.mode} is in the start-up lines of ranks {own['started']}")
+    if run.mode in ("on", "validate"):
+        row["problems"] += fallback_problems(own["fallbacks"])
+    if run.algorithm == "plain" and run.kind != "mixed":  # whose first answers may end before the last begin
+        missing = sorted(set(range(1, RUNNING + 1)) - set(own["decode_sizes"]))
+        if missing:
+            row["problems"].append(f"no decode step had {', '.join(map(str, missing))} requests")
     partner = own if reference else done.get(run.partner)
     if partner is None or partner["result"] is None:
         row["problems"].append(f"{run.partner.name}, to compare with, did not run")
@@ -446,19 +520,7 @@ def judge(done: dict[Run, dict], run: Run, *, reference: bool = False) -> dict:
         row["problems"] += compare_accepted(partner["result"] | {"name": run.partner.name}, own["result"])
     if run.mode == "validate":
         parts = ["target"] + (["draft extend"] if run.algorithm in EAGLE_TYPE else [])
-        compared = {(report["rank"], report["part"]) for report in own["reports"] if report["rows"]}
-
-        def of(rank: int) -> str:
-            return f" on rank {rank}" if run.ranks > 1 else ""
-
-        row["problems"] += [
-            f"validate mode compared nothing of the {part}{of(rank)}"
-            for rank in range(run.ranks) for part in parts if (rank, part) not in compared
-        ]  # fmt: skip
-        row["problems"] += [
-            f"{report['mismatches']} mismatches of the {report['part']}{of(report['rank'])}"
-            for report in own["reports"] if report["mismatches"]
-        ]  # fmt: skip
+        row["problems"] += validate_problems(own["reports"], run.ranks, parts)
         row["problems"] += own["mismatches"]
     return row
 

@@ -53,7 +53,7 @@ def reports(ranks=(0, 1), rows=64, mismatches=0):
 def outcome(of, **changes):
     found = {
         "run": of, "result": answers(), "error": None, "mismatches": [], "started": list(range(of.ranks)),
-        "reports": reports() if of.mode == "validate" else [],
+        "reports": reports() if of.mode == "validate" else [], "fallbacks": [], "decode_sizes": [1],
     }  # fmt: skip
     return {of.name: found | changes}
 
@@ -70,8 +70,8 @@ def test_two_ranks_that_are_as_one():
 
 def test_another_token_that_was_no_near_tie_is_a_problem():
     assert equal_rows(two={"result": answers((1, 9, 9))})[1] == [
-        "again, answer 0 parts at token 1, a gap of 2.000 nats",
-        "alone, answer 0 parts at token 1, a gap of 2.000 nats",
+        "again, answer 0 parts at token 1, where the best two are 2.000 nats apart",
+        "alone, answer 0 parts at token 1, where the best two are 2.000 nats apart",
         "answer 0 parts at token 1, where the best two are 2.000 nats apart",
     ]
 
@@ -168,6 +168,32 @@ def test_a_log_of_two_ranks_says_all_on_both():
     assert churn.rank_problems(churn_log() + "KV relocation failed: x", churn_arguments()) == [
         "log: KV relocation failed"
     ]
+
+
+def said_by_both(text):
+    return "".join(f"[2026-01-02 03:04:06 TP{rank}] {text}\n" for rank in (0, 1))
+
+
+def test_churn_sees_mismatches_and_calls_that_went_to_the_stock_backend():
+    facts = "max abs error 1.0e-03, relative error mean 1.0e-04 max 2.0e-03"
+    counted = said_by_both(f"kdtree_sm120 validate: 64 rows compared, 0 over the limit, {facts}, 0 mismatches, 4 steps")
+    mismatch = said_by_both("kdtree_sm120 validate: mismatch, layer 0, s_q 16; no reproducer")
+    fell = "kdtree_sm120{}: to the stock backend: more than 8 requests"
+    on, validate, off = (churn_arguments("--mode", mode) for mode in ("on", "validate", "off"))
+    assert churn.log_problems(churn_log(), on) == churn.log_problems(churn_log() + counted, validate) == []
+    assert len(churn.log_problems(counted + mismatch, validate)) == 2
+    assert churn.log_problems(counted.replace("0 mismatches", "3 mismatches"), validate) == [
+        f"3 mismatches of the target on rank {rank}" for rank in (0, 1)
+    ]
+    assert churn.log_problems("", validate) == [
+        f"validate mode compared nothing of the target on rank {rank}" for rank in (0, 1)
+    ]
+    assert churn.log_problems(said_by_both(fell.format("")), on) == [
+        "calls of the target went to the stock backend: more than 8 requests"
+    ]
+    assert churn.log_problems(said_by_both(fell.format(" draft block")), on) == []
+    assert churn.log_problems(said_by_both(fell.format("")), off) == []
+    assert churn.log_problems("CUDA error: x", on) == ["log: CUDA error: x"]
 
 
 def test_steps_and_retractions_are_those_of_one_rank():
