@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What only a GPU can show of defragmentation: no call of the allocator waits for the device; and tier 1 in real
-servers, with CUDA graphs, overlap scheduling, the drained boundary and pages, under churn.
+servers, with CUDA graphs, overlap scheduling and pages, under churn.
 
 The servers run at once, since most of a run is their start. Each is compared with one that has the same options and no
 defragmentation: its batches are the same ones, and so every token and every log-probability has to be the same, to the

@@ -47,6 +47,13 @@ def test_sizes_that_are_none(text):
         parse_size(text)
 
 
+def test_an_engines_tier_is_one_of_three():
+    """Its arguments go by no parser; another name would have been taken for tier1."""
+    args = ServerArgs(model_path=str(MODELS / "target"), device="cpu", kv_defrag="Tier1")
+    with pytest.raises(ValueError, match="kv_defrag is 'Tier1'; use off, tier0 or tier1"):
+        args.resolve_once()
+
+
 def test_a_bad_budget_ends_the_command_line(capsys):
     """Before any weights are loaded, and in every tier."""
     with pytest.raises(SystemExit):

@@ -68,6 +68,8 @@ def refuse_what_a_tier_cannot(server_args, previous) -> None:
     cfg = resolving_view(server_args)
     if cfg.kv_defrag == "off":
         return
+    if cfg.kv_defrag not in ("tier0", "tier1"):  # an Engine's arguments are not parsed
+        raise ValueError(f"kv_defrag is {cfg.kv_defrag!r}; use off, tier0 or tier1.")
 
     def found(table: dict) -> str:
         return ", ".join(
