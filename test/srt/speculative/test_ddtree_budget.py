@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from sglang.srt.speculative import ddtree_costs
 from sglang.srt.speculative.ddtree_budget import (
+    COST_DOUBT,
     HYSTERESIS,
     MAX_LIMIT,
     AdaptiveBudget,
@@ -70,7 +71,7 @@ def test_the_choice_is_never_worse_than_the_chain_nor_the_best_but_by_the_hyster
     assert believed[chosen] * HYSTERESIS >= max(believed)
     assert chosen == current or believed[chosen] == max(believed)
     assert chosen == 0 or believed[chosen] > believed[0], "a tree stays that is no better than the chain"
-    assert all(cost <= more <= cost + 0.02 * costs[0] for cost, more in zip(costs, doubted(costs), strict=True))
+    assert all(cost <= more <= cost + COST_DOUBT * costs[0] for cost, more in zip(costs, doubted(costs), strict=True))
     # It is the same wherever it is computed, and it does not flip back.
     assert choose_option(tokens, costs, chosen) == chosen
 
@@ -164,6 +165,18 @@ def test_the_chain_is_timed_apart_and_is_not_taken_for_slower_than_a_wider_tree(
     assert costs.step(8, 256, options[0]) == min(ms for option, ms in trees.items() if option.width >= block)
     assert all(costs.step(1, 256, option) == ms for option, ms in trees.items())
     assert costs.node(1, 256) == pytest.approx(2.0 / 31) and costs.node(8, 256) == pytest.approx(2.0 / 31 / 8)
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(1, [1]), (48, [1, 4, 16, 48]), (255, [1, 4, 16, 64, 255]), (256, [1, 4, 16, 64, 256]),
+                        (300, [1, 4, 16, 64, 256])]
+)  # fmt: skip
+def test_the_largest_batch_is_timed(monkeypatch, most, sizes):
+    """Beyond the largest one that was timed a batch would cost what a smaller one does."""
+    monkeypatch.setattr(ddtree_costs, "time_steps", lambda worker, batch_size, context, kinds: [1.0] * len(kinds))
+    runner = SimpleNamespace(max_running_requests=most, model_config=SimpleNamespace(context_len=40_000))
+    costs = ddtree_costs.measure(SimpleNamespace(device="cuda", model_runner=runner), options_up_to(32, 8))
+    assert list(costs.batch_sizes) == sizes and costs.contexts == (256, 4096, 32768)
 
 
 def row(gains, drafts=1, chain_drafts=1, rid="a", **more):
@@ -306,7 +319,8 @@ def simulate(names, costs, steps, seed=0, lag=2):
 def test_never_two_per_cent_slower_than_the_chain(name, cost):
     adaptive, chain, best = simulate(lambda i: name, table_of(cost), steps=1500)
     assert adaptive >= 0.98 * chain
-    assert adaptive >= 0.9 * best, "a fixed tree is better"
+    # What it costs to doubt the costs, where they are right.
+    assert adaptive >= 0.88 * best, "a fixed tree is better"
 
 
 @pytest.mark.parametrize("cost", COSTS)

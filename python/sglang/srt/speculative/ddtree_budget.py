@@ -17,9 +17,9 @@ import msgspec
 
 # A tree has to promise this much more than the chain, or than another tree before.
 HYSTERESIS = 1.01
-# A tree's cost was measured once, and errs: it counts for as much more as it differs
-# from the chain's, up to this share of the chain's.
-COST_DOUBT = 0.02
+# A tree's cost and the chain's were measured once, and err, by 2 % each: a tree counts
+# for as much more as it differs from the chain, up to this share of the chain's cost.
+COST_DOUBT = 0.04
 # Weight of what was known before a step, for a request's curve and for the calibration.
 CURVE_MEMORY = 0.8
 CALIBRATION_MEMORY = 0.97

@@ -72,8 +72,9 @@ def measure(worker: DDTreeWorker, options: Sequence[Option]) -> CostTable:
     max_batch = int(worker.model_runner.max_running_requests)
     max_context = int(worker.model_runner.model_config.context_len) - 2 * widths[-1]
     batch_sizes = within(CPU_BATCH_SIZES if on_cpu else BATCH_SIZES, max_batch)
-    if not on_cpu and batch_sizes[-1] < max_batch < BATCH_SIZES[-1]:
-        batch_sizes.append(max_batch)  # or it would cost what a smaller batch does
+    largest = min(max_batch, BATCH_SIZES[-1])
+    if not on_cpu and batch_sizes[-1] < largest:
+        batch_sizes.append(largest)  # or it would cost what a smaller batch does
     contexts = within(CPU_CONTEXTS if on_cpu else CONTEXTS, max_context)
     step_ms, node_ms = [], []
     for batch_size in batch_sizes:

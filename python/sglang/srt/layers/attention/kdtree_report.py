@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Steps between two reports. Before that, reports come at 2, 4, 8 ... steps: a scheduler
-# process ends by a kill, so what exit handlers say is often lost, and a busy one that is
-# killed was never idle.
+# process ends by a kill, so what exit handlers say is often lost.
 REPORT_INTERVAL = 256
 # A request of 185k tokens in bf16 is 213 MB.
 DUMP_LIMIT_BYTES = 256 << 20
