@@ -356,6 +356,8 @@ TABLES: dict[str, Callable[[dict], str]] = {
     **{name: _experiments(name) for name in verify_experiments.TABLES},
     "acceptance_lengths": acceptance_table.acceptance_lengths,
     "acceptance_adaptive": acceptance_table.acceptance_adaptive,
+    "commit_length_header": acceptance_table.commit_length_header,
+    "commit_length": acceptance_table.commit_length,
 }
 ENGINE_TABLES = (
     acceptance_table.engine_header,
@@ -396,6 +398,7 @@ LOADERS = {
     tune_experts.FORMAT: tune_experts.load,
     acceptance_results.FORMAT: acceptance_results.load,
     acceptance_results.ENGINE_FORMAT: acceptance_results.load_engine,
+    acceptance_results.COMMIT_LENGTH_SCHEMA: acceptance_results.load_commit_length,
     two_ranks_results.FORMAT: two_ranks_results.load,
     verify_experiments.FORMAT: verify_experiments.load,
     **dict.fromkeys(("ddtree-1", "candidates-1", "kv_layout-1"), lambda path: json.loads(path.read_text())),
@@ -406,6 +409,8 @@ def load_any(path: Path) -> dict:
     """A result file of any format, checked by that format's rules."""
     data = json.loads(path.read_text())
     found = data.get("header", data).get("format") if isinstance(data, dict) else None
+    if found is None and isinstance(data, dict) and data.get("runs"):  # what the kit's verbs wrote
+        found = next(iter(data["runs"].values())).get("schema")
     return LOADERS.get(found, results.load)(path)
 
 

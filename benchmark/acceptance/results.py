@@ -10,6 +10,7 @@ from . import ROW_COSTS
 
 FORMAT = "acceptance-1"
 ENGINE_FORMAT = "acceptance-engine-1"
+COMMIT_LENGTH_SCHEMA = "sglang.kdtree/probe-commit-length/1"  # of the runs in a file that has no format of its own
 TEMPERATURES = ("0", "1")
 
 
@@ -62,4 +63,25 @@ def load_engine(path: Path) -> dict:
     for cell, found in tokens.items():
         if len(found) != 1:
             raise ValueError(f"{path}: {cell}: arms gave {sorted(found)} tokens a round")
+    return data
+
+
+def load_commit_length(path: Path) -> dict:
+    """What `probe commit-length` said of several servers. Refuses a file that is not consistent with itself."""
+    data = json.loads(Path(path).read_text())
+    for name, run in data["runs"].items():
+        if run["schema"] != COMMIT_LENGTH_SCHEMA:
+            raise ValueError(f"{path}: {name}: schema {run['schema']!r}, expected {COMMIT_LENGTH_SCHEMA!r}")
+        for point in run["points"]:
+            where = f"{path}: {name}, {point['text']} at {point['context']}"
+            if sum(point["histogram"]) != point["steps"]:
+                raise ValueError(f"{where}: {point['steps']} steps, {sum(point['histogram'])} in its histogram")
+            if not 1 <= point["chain_length"] <= point["commit_length"] <= len(point["histogram"]):
+                raise ValueError(
+                    f"{where}: expected 1 <= chain <= commit <= {len(point['histogram'])}, got "
+                    f"{point['chain_length']} and {point['commit_length']}"
+                )
+            drafts = sum(accepted * steps for accepted, steps in enumerate(point["histogram"])) / point["steps"]
+            if abs(drafts - point["accepted_drafts"]) > 1e-3:
+                raise ValueError(f"{where}: {point['accepted_drafts']} accepted drafts, {drafts} by its histogram")
     return data

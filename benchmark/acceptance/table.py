@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 from . import ROW_COSTS, WIDTHS
 from .arm import ARMS
 
@@ -81,7 +83,7 @@ def engine_acceptance(data: dict) -> str:
 
 
 def engine_speeds(data: dict) -> str:
-    """Tokens a second, and against upstream's chain: the median of the rounds."""
+    """Tokens a second, and against upstream's chain: the median of the rounds, of speeds and of ratios each."""
     by_batch = {batch: engine_rows(data, batch) for batch in sorted({row["batch"] for row in data["rows"]})}
     columns = [(b, column) for b, rows in by_batch.items() for column in engine_columns(rows) if column[0] == "0"]
     lines = [
@@ -94,9 +96,8 @@ def engine_speeds(data: dict) -> str:
 def speed_cell(row: dict | None) -> str:
     if row is None:
         return "-"
-    speeds = sorted(row["tok_s"])
     ratio = row.get("over_dflash")
-    return f"{speeds[len(speeds) // 2]:,.0f}" + (f", {ratio[1]:.2f}x" if ratio else "")
+    return f"{statistics.median(row['tok_s']):,.0f}" + (f", {ratio[1]:.2f}x" if ratio else "")
 
 
 def engine_against_chain(data: dict) -> str:
@@ -144,3 +145,30 @@ def engine_ways(data: dict) -> str:
 def engine_adaptive(data: dict) -> str:
     """The same walk's adaptive budget against the chain, by what a row costs."""
     return acceptance_adaptive({"walks": data["ways"]})
+
+
+def commit_length_header(data: dict) -> str:
+    h = data["header"]
+    servers = [run["server"] for run in data["runs"].values()]
+    same = {key: " and ".join(dict.fromkeys(str(server[key]) for server in servers)) for key in servers[0]}
+    verdicts = ", ".join(f"`{run['verdict']['name']}` of {name}" for name, run in data["runs"].items())
+    return (
+        f"{h['gpu']}; commit {h['commit'][:12]}; torch {h['torch']}; {same['speculative_algorithm']} of "
+        f"{same['num_draft_tokens']} nodes on {same['attention_backend']}, {same['model']}, a context of "
+        f"{same['max_model_len']} tokens. Verdicts: {verdicts}."
+    )
+
+
+def commit_length(data: dict) -> str:
+    """Tokens a step over context, and those of a chain, one column for each run and kind of text."""
+    cells = {
+        (name, point["text"], point["context"]): f"{point['commit_length']:.2f} / {point['chain_length']:.2f}"
+        for name, run in data["runs"].items()
+        for point in run["points"]
+    }
+    columns = list(dict.fromkeys((name, text) for name, text, _ in cells))
+    rows = [
+        [f"{context:,}", *(cells.get((*column, context), "-") for column in columns)]
+        for context in sorted({context for _, _, context in cells})
+    ]
+    return markdown(["context", *(f"{text}, {name}" for name, text in columns)], rows)

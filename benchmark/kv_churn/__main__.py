@@ -14,6 +14,7 @@ import datetime
 import gc
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -77,6 +78,7 @@ def trace_of(name: str, requests: int, rank: int, args: argparse.Namespace) -> I
             steps_per_second=args.steps_per_second,
             limit=requests,
             context=args.context,
+            pool_tokens=args.pool_tokens,
         )
         return itertools.islice(trace, rank, None, args.ranks)
     share = len(range(rank, requests, args.ranks))
@@ -167,6 +169,11 @@ def main() -> None:
     if len(args.requests) not in (1, len(mixes)):
         parser.error(f"--requests has {len(args.requests)} numbers for {len(mixes)} mixes")
     counts = args.requests * (1 if len(args.requests) > 1 else len(mixes))
+    for name, values in (("--requests", counts), ("--ranks", [args.ranks])):
+        if min(values) < 1:
+            parser.error(f"{name}: expected 1 or more; got {min(values)}")
+    if not 0 < args.steps_per_second < math.inf:
+        parser.error(f"--steps-per-second: expected a number above 0; got {args.steps_per_second}")
     try:
         parse_size(args.copy_budget)
         if args.trace:  # all of it, before a rank meets what is wrong in it

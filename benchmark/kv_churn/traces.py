@@ -16,6 +16,27 @@ from typing import NamedTuple
 import numpy as np
 
 MOONCAKE_BLOCK = 512  # Tokens that one entry of ``hash_ids`` stands for.
+MOONCAKE_LINE = "an object with numbers timestamp, input_length, output_length and a list hash_ids"
+MOONCAKE_MOST = 1 << 40  # No time, length or id is more: tokens made of ids stay below those of answers.
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return type(value) is int and least <= value <= MOONCAKE_MOST
+
+
+# Key of a line: what its value has to be, and whether it is.
+MOONCAKE_VALUES = {
+    "timestamp": (
+        "milliseconds from 0 to 2^40",
+        lambda value: type(value) in (int, float) and 0 <= value <= MOONCAKE_MOST,
+    ),
+    "input_length": ("a whole number from 1 to 2^40", lambda value: _is_whole(value, 1)),
+    "output_length": ("a whole number from 0 to 2^40", lambda value: _is_whole(value, 0)),
+    "hash_ids": (
+        "a list of whole numbers from 0 to 2^40",
+        lambda value: isinstance(value, list) and all(_is_whole(each, 0) for each in value),
+    ),
+}
 # Requests drawn at a time: a call of numpy's for one number takes as long as for a thousand.
 MADE_AHEAD = 512
 
@@ -100,41 +121,69 @@ def synthetic(mix: Mix, *, count: int, max_running: int, seed: int | tuple[int, 
 
 
 def mooncake(
-    path: Path, *, shrink: int, steps_per_second: float, limit: int, context: int | None = None
+    path: Path,
+    *,
+    shrink: int,
+    steps_per_second: float,
+    limit: int,
+    context: int | None = None,
+    pool_tokens: int | None = None,
 ) -> Iterator[TraceRequest]:
     """A trace in Mooncake's format, one JSON object a line: ``timestamp`` in ms,
     ``input_length``, ``output_length`` and ``hash_ids``, one per 512 tokens. Equal
-    ids are equal tokens. All lengths are divided by ``shrink``. ValueError: a line that
-    is no such object, or, so divided, longer than ``context``."""
+    ids are equal tokens. All lengths are divided by ``shrink``. Blank lines are skipped.
+    ValueError: a line that is no such object, or, so divided, longer than ``context`` or
+    ``pool_tokens``; no line that is one."""
     if not 1 <= shrink <= MOONCAKE_BLOCK:
         raise ValueError(f"--shrink: expected 1 to {MOONCAKE_BLOCK}, the tokens of a hash id; got {shrink}")
     block = MOONCAKE_BLOCK // shrink
-    with open(path) as lines:
-        for index, line in enumerate(lines):
+    index = number = 0
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, 1):
             if index == limit:
                 return
-            try:
-                entry = json.loads(line)
-                at = entry["timestamp"] / 1000 * steps_per_second
-                length = max(1, entry["input_length"] // shrink)
-                size = max(2, entry["output_length"] // shrink)
-                ids = np.asarray(entry["hash_ids"], dtype=np.int64).reshape(-1)
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(
-                    f"{path}, line {index + 1}: expected an object with numbers timestamp, input_length, output_length "
-                    f"and a list hash_ids; got {line.strip()[:80]!r} ({error})"
-                ) from error
-            if context is not None and length + size > context:
-                raise ValueError(
-                    f"{path}, line {index + 1}: {length} + {size} tokens, --context is {context}: raise it, or --shrink"
-                )
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            entry = _mooncake_entry(line, where)
+            at = entry["timestamp"] / 1000 * steps_per_second
+            length = max(1, entry["input_length"] // shrink)
+            size = max(2, entry["output_length"] // shrink)
+            for option, most in (("--context", context), ("--pool-tokens", pool_tokens)):
+                if most is not None and length + size > most:
+                    raise ValueError(
+                        f"{where}: expected a request that fits, {option} is {most}: raise it, or --shrink; got "
+                        f"{length} + {size} tokens"
+                    )
+            ids = np.asarray(entry["hash_ids"], dtype=np.int64)
             tokens = (ids[:, None] * block + np.arange(block)).reshape(-1)[:length]
             if len(tokens) < length:  # The tail of a prompt may have no id.
                 own = -(index + 2) * (1 << 20) - np.arange(length - len(tokens))
                 tokens = np.concatenate([tokens, own])
             answer = (1 << 50) + index * (1 << 20) + np.arange(size)
+            index += 1
             yield TraceRequest(
                 at,
                 array("q", tokens.tobytes()),
                 array("q", answer.astype(np.int64).tobytes()),
             )
+    if index == 0 and limit > 0:
+        what = "an empty file" if number == 0 else "blank lines only"
+        raise ValueError(f"{path}, line {max(number, 1)}: expected a request, {MOONCAKE_LINE}; got {what}")
+
+
+def _mooncake_entry(line: bytes, where: str) -> dict:
+    """The object of a line, its values what they have to be. ValueError: they are not."""
+    got = repr(line.decode(errors="replace").strip()[:80])
+    try:
+        entry = json.loads(line.decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: expected {MOONCAKE_LINE}; got {got} ({error})") from error
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where}: expected {MOONCAKE_LINE}; got {got}")
+    for key, (expected, holds) in MOONCAKE_VALUES.items():
+        if key not in entry:
+            raise ValueError(f"{where}: expected {MOONCAKE_LINE}; got {got}, without {key}")
+        if not holds(entry[key]):
+            raise ValueError(f"{where}: expected {key} to be {expected}; got {json.dumps(entry[key])[:80]}")
+    return entry

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from acceptance import ROW_COSTS, WIDTHS, arm, engine, plot, results, table
+from docs.documents import documented
 
 walk = pytest.importorskip("acceptance.walk", reason="the fork of sglang is not installed")
 
@@ -151,6 +152,17 @@ def test_ratios_are_taken_within_rounds():
     assert not any("over_dflash" in row for row in rows if row["temperature"] == "1")
 
 
+@pytest.mark.parametrize(
+    ("tok_s", "shown"), [([1.0, 400.0, 100.0, 200.0], "150"), ([3.0, 1.0, 2.0], "2"), ([10.0, 13.0], "12")]
+)
+def test_a_speed_is_the_median_of_the_rounds(tok_s, shown):
+    """Of an even number of them the mean of the two in the middle."""
+    assert table.speed_cell({"tok_s": tok_s}) == shown
+    assert (
+        table.speed_cell({"tok_s": tok_s, "over_dflash": engine.quantiles([1.0, 3.0, 2.0, 9.0])}) == f"{shown}, 2.50x"
+    )
+
+
 def test_the_tables_of_engines(tmp_path):
     path = tmp_path / "acceptance.json"
     found = found_cells()
@@ -161,7 +173,7 @@ def test_the_tables_of_engines(tmp_path):
     assert lengths[0] == "| tokens a step / rows a token | code, T = 0 | prose, T = 0 | code, T = 1 |"
     assert lengths[2] == "| chain (DFLASH) | 3.00 / 2.7 | 3.00 / 2.7 | - |"
     speeds = table.engine_speeds(data).splitlines()
-    assert speeds[0].count("at once") == 4 and "| tree 16 | 15, 1.25x |" in speeds[4]
+    assert speeds[0].count("at once") == 4 and "| tree 16 | 11, 1.25x |" in speeds[4]
     assert len({line.count("|") for line in speeds}) == 1 and speeds[4].endswith("| - |")
     against = table.engine_against_chain(data).splitlines()
     assert against[2] == "| code, T = 0, 1 at once | 2 | 1.111 / 1.111 / 1.111 | 1.133 / 1.133 / 1.133 |"
@@ -394,3 +406,48 @@ def test_auto_keeps_its_promise_in_the_committed_files():
     ratios = [row["over_dflash_least"] for row in greedy if row["temperature"] == "0"]
     ratios += [row["over_dflash_same_text"] for row in sampled]
     assert len(ratios) == 13 and min(ratios) >= 0.98
+
+
+COMMIT_LENGTH = RESULT.parents[1] / "h200" / "commit_length.json"
+
+
+def test_the_committed_lengths_are_those_of_the_documented_command_and_fill_their_tables():
+    from sglang.kdtree.cli import build_parser
+
+    data = results.load_commit_length(COMMIT_LENGTH)
+    words = documented("docs/ddtree.md", "python -m sglang.kdtree probe commit-length")
+    asked = build_parser().parse_args(words[3:])
+    for run in data["runs"].values():
+        assert [(p["text"], p["context"]) for p in run["points"]] == [
+            (text, context) for text in ("phrase", asked.novel) for context in asked.contexts
+        ]
+        # The first token is the prefill's.
+        assert {round(p["steps"] * p["commit_length"]) for p in run["points"]} == {asked.output_tokens - 1}
+    lines = table.commit_length(data).splitlines()
+    assert lines[0] == "| context | phrase, yarn_window | prose, yarn_window | phrase, yarn | prose, yarn |"
+    assert len(lines) == 2 + len(asked.contexts) and not any("| - |" in line for line in lines)
+    del data["runs"]["yarn"]["points"][-1]
+    assert table.commit_length(data).splitlines()[-1].endswith("| - |")
+    header = table.commit_length_header(data)
+    assert data["header"]["gpu"] in header and data["header"]["commit"][:12] in header
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 18}, "phrase at 1000: 18 steps, 17 in its histogram"),
+        ({"chain_length": 7.6}, "expected 1 <= chain <= commit <= 8, got 7.6"),
+        ({"accepted_drafts": 5.0}, "5.0 accepted drafts, 6.47"),
+        (None, "yarn: schema 'other/1', expected 'sglang.kdtree/probe-commit-length/1'"),
+    ],
+)
+def test_an_inconsistent_file_of_commit_lengths_is_refused(tmp_path, change, message):
+    data = json.loads(COMMIT_LENGTH.read_text())
+    if change is None:
+        data["runs"]["yarn"]["schema"] = "other/1"
+    else:
+        data["runs"]["yarn_window"]["points"][0] |= change
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=message):
+        results.load_commit_length(path)

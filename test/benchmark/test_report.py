@@ -81,6 +81,7 @@ def test_every_table_renders_and_is_stable(tree, name):
         ("acceptance", "cpu/acceptance.json"),
         ("experiments", "h200/verify_experiments.json"),
         ("ddtree", "h200/ddtree.json"),
+        ("commit_length", "h200/commit_length.json"),
     ):
         if name.startswith(kind):
             shutil.copy(report.ROOT / "benchmark/results" / file, tree / "r.json")
