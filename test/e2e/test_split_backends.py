@@ -23,14 +23,19 @@ def answer(server, expected):
     return outputs
 
 
-def test_trees_are_verified_by_the_backend_for_decoding(servers, expected):
-    tree = [*speculative("DDTREE"), "--speculative-num-draft-tokens", "8", "--speculative-attention-mode", "decode"]
-    server = servers.get([*TARGET, *POOL, *SPLIT, *tree, "--kdtree-verify", "validate"])
+@pytest.mark.parametrize("mode", ["decode", "prefill"])
+def test_trees_are_verified_by_the_backend_that_is_asked(servers, expected, mode):
+    """--speculative-attention-mode says whose part a verification is."""
+    other = "prefill" if mode == "decode" else "decode"
+    split = [f"--{mode}-attention-backend", "kdtree_sm120", f"--{other}-attention-backend", "torch_reference"]
+    tree = [*speculative("DDTREE"), "--speculative-num-draft-tokens", "8", "--speculative-attention-mode", mode]
+    server = servers.get([*TARGET, *POOL, *split, *tree, "--kdtree-verify", "validate"])
     outputs = answer(server, expected)
     assert all(steps < NUM_TOKENS / 2 for steps in meta(outputs, "spec_verify_ct"))
     servers.stop()
     log = server.log.read_text()
-    assert "decode_backend=kdtree_sm120, prefill_backend=torch_reference" in log
+    backends = {mode: "kdtree_sm120", other: "torch_reference"}
+    assert "decode_backend={decode}, prefill_backend={prefill}".format(**backends) in log
     last = re.findall(r"kdtree_sm120 validate: (\d+) rows compared, (\d+) over the limit", log)[-1]
     assert int(last[0]) > 0 and last[1] == "0"
 
