@@ -405,7 +405,7 @@ def test_validate_counts_and_returns_the_stock_result(settings, monkeypatch, cap
     assert "16 rows compared, 8 over the limit, max abs error 2.5" in backend.validation.errors.report()
 
     with caplog.at_level(logging.INFO):
-        backend.validation.finish()
+        backend.validation.catch_up()
     assert "kdtree_sm120 validate: mismatch, layer 0, s_q 4" in caplog.text
     assert "kdtree_sm120 validate: 16 rows compared" in caplog.text
     assert caplog.text.rstrip().endswith("2 steps")
@@ -419,7 +419,7 @@ def test_a_mismatch_is_written_as_a_file_that_recomputes(settings, monkeypatch, 
     with monkeypatch.context() as patch:
         patch.setattr(kdtree_verify, "mla_tree_verify", lambda *a, **k: right(*a, **k).add_(0.25))
         verify(case, backend=backend)
-    backend.validation.finish()
+    backend.validation.catch_up()
     (path,) = tmp_path.iterdir()
     dump = load_reproducer(path)
     assert dump.tensors["q"].dtype == dump.tensors["kv_rows"].dtype == torch.float32
@@ -445,7 +445,7 @@ def test_validate_exports_what_the_probe_reads(settings):
         case = make_case()
         backend = KDTreeVerifyBackend(case.runner)
         verify(case, backend=backend)
-        backend.validation.finish()
+        backend.validation.catch_up()
     assert rows() - before == 2 * len(ROWS) * N
     assert registry.get_sample_value("sglang:kdtree_validate_max_abs_error", labels | {"layer": "0"}) < 1e-4
 

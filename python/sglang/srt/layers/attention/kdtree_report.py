@@ -356,7 +356,7 @@ class Validation:
             device=device,
         )
         self.layers: dict[int, tuple[RadixAttention, torch.Tensor]] = {}
-        self.steps = self.reported = 0
+        self.steps = self.caught_up = 0
         self.dumped = False
         pinned = device.type == "cuda"
         self._taken = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
@@ -421,13 +421,13 @@ class Validation:
 
     def report(self, counters: torch.Tensor) -> None:
         described = VerifyErrors.describe(counters, self.first_layer)
-        self.reported = self.steps
         logger.info("%s: %s, %d steps", self.title, described, self.steps)
         self.metrics.validated(VerifyErrors.summary(counters), self.first_layer)
 
     def catch_up(self) -> None:
-        """What has not been reported yet. Waits for the device."""
-        if self.steps > self.reported:
+        """With the last step, which ``tick`` precedes. Waits for the device."""
+        if self.steps > self.caught_up:
+            self.caught_up = self.steps
             if self.latch.facts[0].item() and not self.dumped:
                 self.dump()
             self.report(self.errors.counters.cpu())
