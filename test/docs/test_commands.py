@@ -14,6 +14,8 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +43,14 @@ def two_results(folder: Path) -> None:
 def a_site(folder: Path) -> None:
     """The environment that make made, with upstream's package in it."""
     (folder / f".venv/lib/python3.11/site-packages/sglang-{PINNED}.dist-info").mkdir(parents=True)
+
+
+def a_repository(folder: Path) -> None:
+    """What the rules of make list with `git ls-files`, and the one tool that they do not call by Python."""
+    if not (folder / ".git").exists():
+        subprocess.run(["git", "init", "--quiet", folder], check=True)
+        subprocess.run(["git", "-C", folder, "add", "--all"], check=True)
+        (folder / ".venv" / "bin" / "clang-format").symlink_to(Path(sys.executable).with_name("clang-format"))
 
 
 class Run(NamedTuple):
@@ -78,7 +88,7 @@ class Same(NamedTuple):
 
 
 class OfTests(NamedTuple):
-    """It runs tests, and they are part of `make test`, or with -m gpu of that on a GPU."""
+    """It runs tests, which are found here and are part of `make test`, or with -m gpu of that on a GPU."""
 
 
 class Cannot(NamedTuple):
@@ -110,7 +120,10 @@ LITERAL = {
     "--concurrency 2": Run("pool", codes=(1,)),
     "python -m sglang.kdtree schema probe-moe": Run('"$schema"'),
     "python -m sglang.launch_server --help": Run("--speculative-ddtree-budget"),
-    "python sgl-kernel-sm120/tools/resources.py update": Run(makes="sgl-kernel-sm120/RESOURCES.txt"),
+    "make lint": Run("codespell_lib", setup=a_repository),
+    "make format": Run("delta --write", setup=a_repository),
+    "python sgl-kernel-sm120/tools/resources.py check": Run("kernels", mark="long"),
+    "python sgl-kernel-sm120/tools/resources.py update": Run(makes="sgl-kernel-sm120/RESOURCES.txt", mark="long"),
     # The overlay
     "make delta": Run("edits in"),
     "make pr": Run("patches/0001-"),
@@ -148,8 +161,6 @@ PARSED = {
     "make test": Ran(),
     "make test TESTS=test/overlay": OfTests(),
     "make PYTHON=python3.12 test": Ran(),
-    "make lint": Ran(),
-    "make format": Ran(),
     "make release": Ran(),
     "make release CUDA=1": Ran("docs/release-check.json"),
     "make check-release": Ran("docs/release-check.json"),
@@ -160,7 +171,6 @@ PARSED = {
     "pip install ./sgl-kernel-sm120 './python[cpu,kit]' -c": Ran(),
     "python -m pytest": OfTests(),
     "pytest": OfTests(),
-    "python sgl-kernel-sm120/tools/resources.py check": Ran(),
     "python setup.py build_ext @ sgl-kernel-sm120": Ran(),
     "python -m overlay delta @ python": Same("make delta"),
     "python -m overlay drift --to newest @ python": Same("python -m overlay drift --to newest"),
@@ -305,7 +315,7 @@ def test_no_entry_is_left_over():
 
 
 @pytest.mark.parametrize("line", [line for line in TO_PARSE if line not in CLAIMED])
-def test_what_runs_a_line_is_there(line):
+def test_what_runs_a_line_is_there(line, shell):
     how = PARSED[longest(line)]
     match how:
         case By(test, mark):
@@ -321,11 +331,21 @@ def test_what_runs_a_line_is_there(line):
         case Cannot(why, instead):
             assert why and steps_of(instead)
         case OfTests():
-            pass  # its parser has found the files
+            assert collected(line, shell) > 0
         case _:
             pytest.fail(
                 f"say in PARSED what runs {line!r}, and how: {how!r} is none of By, Ran, Wrote, Same, Tests, Cannot"
             )
+
+
+def collected(line: str, shell: Shell) -> int:
+    """How many tests a line of pytest, or of make, would run."""
+    if folders := re.findall(r"\bTESTS=(\S+)", line):
+        line = f"pytest {folders[0]}"
+    done = shell.run(f"{line} --collect-only --quiet")
+    counts = re.findall(r"^(\d+)(?:/\d+)? tests? collected", done.output, re.M)
+    assert done.returncode == 0 and counts, done
+    return int(counts[-1])
 
 
 def marks_of(test: str) -> set[str]:
