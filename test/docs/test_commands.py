@@ -45,6 +45,10 @@ def a_site(folder: Path) -> None:
     (folder / f".venv/lib/python3.11/site-packages/sglang-{PINNED}.dist-info").mkdir(parents=True)
 
 
+def no_environment(folder: Path) -> None:
+    shutil.rmtree(folder / "../kdtree")
+
+
 def a_repository(folder: Path) -> None:
     """What the rules of make list with `git ls-files`, and the one tool that they do not call by Python."""
     if not (folder / ".git").exists():
@@ -139,6 +143,10 @@ LITERAL = {
     "make pr": Run("patches/0001-"),
     "cd python && python -m overlay drift --to VERSION": Run("no work needed"),
     "python -m overlay check": Run("every anchor found", cwd="python"),
+    "python -m overlay delta": Run("edits in", cwd="python"),
+    "python -m overlay delta | head": Run("edits in", cwd="python"),
+    "python -m overlay drift --to VERSION": Run("no work needed", cwd="python"),
+    "python3.11 -m venv ../kdtree && . ../kdtree/bin/activate": Run(setup=no_environment, makes="../kdtree/bin/pip"),
     "python -m overlay link ../.venv/lib/python3.11/site-packages": Run(
         cwd="python", setup=a_site, makes="../.venv/lib/python3.11/site-packages/sglang/kdtree/cli.py"
     ),
@@ -173,7 +181,6 @@ PARSED = {
     "make PYTHON=python3.12 test": Ran(),
     "make release CUDA=1": Ran("docs/release-check.json"),
     "make check-release": Ran("docs/release-check.json"),
-    "python3.11 -m venv": Ran(),
     "pip install": Ran(),
     "pip install ./sgl-kernel-sm120 './python[cuda,kit]'": Ran("docs/image-check.json"),
     "pip install ./sgl-kernel-sm120 './python[cpu,kit]'": Ran("docs/first-hour.json"),
@@ -181,9 +188,7 @@ PARSED = {
     "python -m pytest": OfTests(),
     "pytest": OfTests(),
     "python setup.py build_ext @ sgl-kernel-sm120": Ran(),
-    "python -m overlay delta @ python": Same("make delta"),
     "python -m overlay drift --to newest @ python": Same("python -m overlay drift --to newest"),
-    "python -m overlay drift --to VERSION @ python": Same("cd python && python -m overlay drift --to VERSION"),
     "python -m overlay pin --to VERSION @ python": Same("python -m overlay pin --to VERSION"),
     "python -m sglang.kdtree bench longctx": By("kit/test_server.py::test_longctx_over_each_api_and_compare"),
     "python -m sglang.kdtree probe verify --url": By("kit/test_server.py::test_validate_mode_counts_a_sound_kernel"),
