@@ -7,12 +7,12 @@ turn of a conversation can begin with it.
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+import msgspec
 import numpy as np
 
 MOONCAKE_BLOCK = 512  # Tokens that one entry of ``hash_ids`` stands for.
@@ -20,23 +20,13 @@ MOONCAKE_LINE = "an object with numbers timestamp, input_length, output_length a
 MOONCAKE_MOST = 1 << 40  # No time, length or id is more: tokens made of ids stay below those of answers.
 
 
-def _is_whole(value: object, least: int) -> bool:
-    return type(value) is int and least <= value <= MOONCAKE_MOST
+class MooncakeLine(msgspec.Struct):
+    timestamp: Annotated[float, msgspec.Meta(ge=0, le=MOONCAKE_MOST)]  # ms
+    input_length: Annotated[int, msgspec.Meta(ge=1, le=MOONCAKE_MOST)]
+    output_length: Annotated[int, msgspec.Meta(ge=0, le=MOONCAKE_MOST)]
+    hash_ids: list[Annotated[int, msgspec.Meta(ge=0, le=MOONCAKE_MOST)]]
 
 
-# Key of a line: what its value has to be, and whether it is.
-MOONCAKE_VALUES = {
-    "timestamp": (
-        "milliseconds from 0 to 2^40",
-        lambda value: type(value) in (int, float) and 0 <= value <= MOONCAKE_MOST,
-    ),
-    "input_length": ("a whole number from 1 to 2^40", lambda value: _is_whole(value, 1)),
-    "output_length": ("a whole number from 0 to 2^40", lambda value: _is_whole(value, 0)),
-    "hash_ids": (
-        "a list of whole numbers from 0 to 2^40",
-        lambda value: isinstance(value, list) and all(_is_whole(each, 0) for each in value),
-    ),
-}
 # Requests drawn at a time: a call of numpy's for one number takes as long as for a thousand.
 MADE_AHEAD = 512
 
@@ -137,6 +127,7 @@ def mooncake(
     if not 1 <= shrink <= MOONCAKE_BLOCK:
         raise ValueError(f"--shrink: expected 1 to {MOONCAKE_BLOCK}, the tokens of a hash id; got {shrink}")
     block = MOONCAKE_BLOCK // shrink
+    decoder = msgspec.json.Decoder(MooncakeLine)
     index = number = 0
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -145,17 +136,21 @@ def mooncake(
             if not line.strip():
                 continue
             where = f"{path}, line {number}"
-            entry = _mooncake_entry(line, where)
-            at = entry["timestamp"] / 1000 * steps_per_second
-            length = max(1, entry["input_length"] // shrink)
-            size = max(2, entry["output_length"] // shrink)
+            try:
+                entry = decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                got = repr(line[:80].decode(errors="replace").strip())
+                raise ValueError(f"{where}: expected {MOONCAKE_LINE}; got {got} ({error})") from error
+            at = entry.timestamp / 1000 * steps_per_second
+            length = max(1, entry.input_length // shrink)
+            size = max(2, entry.output_length // shrink)
             for option, most in (("--context", context), ("--pool-tokens", pool_tokens)):
                 if most is not None and length + size > most:
                     raise ValueError(
                         f"{where}: expected a request that fits, {option} is {most}: raise it, or --shrink; got "
                         f"{length} + {size} tokens"
                     )
-            ids = np.asarray(entry["hash_ids"], dtype=np.int64)
+            ids = np.asarray(entry.hash_ids, dtype=np.int64)
             tokens = (ids[:, None] * block + np.arange(block)).reshape(-1)[:length]
             if len(tokens) < length:  # The tail of a prompt may have no id.
                 own = -(index + 2) * (1 << 20) - np.arange(length - len(tokens))
@@ -170,20 +165,3 @@ def mooncake(
     if index == 0 and limit > 0:
         what = "an empty file" if number == 0 else "blank lines only"
         raise ValueError(f"{path}, line {max(number, 1)}: expected a request, {MOONCAKE_LINE}; got {what}")
-
-
-def _mooncake_entry(line: bytes, where: str) -> dict:
-    """The object of a line, its values what they have to be. ValueError: they are not."""
-    got = repr(line.decode(errors="replace").strip()[:80])
-    try:
-        entry = json.loads(line.decode())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: expected {MOONCAKE_LINE}; got {got} ({error})") from error
-    if not isinstance(entry, dict):
-        raise ValueError(f"{where}: expected {MOONCAKE_LINE}; got {got}")
-    for key, (expected, holds) in MOONCAKE_VALUES.items():
-        if key not in entry:
-            raise ValueError(f"{where}: expected {MOONCAKE_LINE}; got {got}, without {key}")
-        if not holds(entry[key]):
-            raise ValueError(f"{where}: expected {key} to be {expected}; got {json.dumps(entry[key])[:80]}")
-    return entry
